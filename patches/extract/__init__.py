@@ -1,0 +1,1 @@
+"""Patches for the extract stage: speculators' in-process generator and its vLLM worker."""

@@ -1,0 +1,37 @@
+"""The size of the KV cache is taken from a CUDA device, even where there is none.
+
+Symptom  RuntimeError or AssertionError from torch.cuda.mem_get_info() on a machine without a GPU.
+Cause    The generator asks the driver's device 0 how much memory is free, on every platform.
+Fix      Without a CUDA device the generator's name `torch` becomes a view of torch whose
+         `cuda.mem_get_info` answers with the host's available and total memory, in bytes.
+Remove when speculators asks vLLM's platform for the memory.
+"""
+
+from types import ModuleType
+
+from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, overlay
+
+patch = Patch(
+    module="speculators.data_generation.vllm_hidden_states_generator",
+    when={"speculators": ">=0.3,<0.4"},
+)
+
+
+def host_memory() -> tuple[int, int]:
+    """Available and total memory of the host in bytes, as `torch.cuda.mem_get_info` orders them."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+@patch.probe
+def needed(module: ModuleType) -> Probe:
+    if module.torch.cuda.is_available():
+        return already_fixed("a CUDA device is present")
+    return NEEDED
+
+
+@patch.replace("torch")
+def torch(original: ModuleType, module: ModuleType) -> ModuleType:
+    return overlay(original, cuda=overlay(original.cuda, mem_get_info=host_memory))

@@ -1,0 +1,46 @@
+"""`get_kv_cache_config_from_groups` lost `kv_cache_specs`, and on a CPU it needs vLLM's own limit.
+
+Symptom  TypeError: get_kv_cache_config_from_groups() got an unexpected keyword 'kv_cache_specs'.
+Cause    The argument went away in vLLM 0.12.0. On a CPU the memory that a user grants the KV cache
+         is `VLLM_CPU_KVCACHE_SPACE`, which vLLM keeps in `cache_config.cpu_kvcache_space_bytes`
+         (half of the host's memory when nothing is set); the generator does not ask for it.
+Fix      Arguments that the installed function does not know are dropped; on a CPU the memory is
+         capped by vLLM's limit.
+Remove when speculators 0.3 is no longer supported.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, parameters
+
+patch = Patch(
+    module="speculators.data_generation.vllm_hidden_states_generator",
+    when={"speculators": ">=0.3,<0.4", "vllm": ">=0.12"},
+    upstream="vllm-project/speculators#225",
+)
+
+
+@patch.probe
+def needed(module: ModuleType) -> Probe:
+    if "kv_cache_specs" in parameters(module.get_kv_cache_config_from_groups):
+        return already_fixed("get_kv_cache_config_from_groups takes kv_cache_specs")
+    return NEEDED
+
+
+@patch.replace("get_kv_cache_config_from_groups")
+def kv_cache_config(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    known = parameters(original)
+
+    @wraps(original)
+    def build(*, vllm_config: Any, available_memory: int, **kwargs: Any) -> Any:
+        limit = getattr(vllm_config.cache_config, "cpu_kvcache_space_bytes", None)
+        return original(
+            vllm_config=vllm_config,
+            available_memory=min(available_memory, limit or available_memory),
+            **{name: value for name, value in kwargs.items() if name in known},
+        )
+
+    return build

@@ -1,0 +1,56 @@
+"""Scheduler needs `block_size`; a row is finished when its prefill is, not when a step is.
+
+Symptom  TypeError: Scheduler.__init__() missing 1 required positional argument: 'block_size'.
+         Silent: with more tokens in a call than the scheduler's budget (8,192), hidden states come
+         back that belong to other rows, and the last rows come back short.
+Cause    `block_size` is required since vLLM 0.11.2. Since then chunked prefill is on as well, and
+         the generator aborts every request of a step after that step, also one of which only a
+         chunk was computed (vllm-project/speculators#279). Its last, empty `schedule()` swallows
+         the ids of finished requests, so that workers never forget those rows.
+Fix      The generator's name `Scheduler` becomes a subclass: it takes the block size from the KV
+         cache groups, finishes only requests whose prompt is computed, and keeps the finished ids
+         of an empty step for the next one.
+Remove when speculators 0.3 is no longer supported.
+"""
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
+
+patch = Patch(
+    module="speculators.data_generation.vllm_hidden_states_generator",
+    when={"speculators": ">=0.3,<0.4", "vllm": ">=0.11.2"},
+    upstream="vllm-project/speculators#279",
+)
+
+
+@patch.probe
+def needed(module: ModuleType) -> Probe:
+    if "block_size" in parameters(module.Scheduler):
+        return NEEDED
+    return moved("Scheduler takes no block_size")
+
+
+@patch.replace("Scheduler")
+def scheduler(original: type[Any], module: ModuleType) -> type[Any]:
+    class PrefillScheduler(original):  # type: ignore[misc]
+        def __init__(self, *args: Any, kv_cache_config: Any, **kwargs: Any) -> None:
+            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            kwargs = {"block_size": block_size, **kwargs}
+            super().__init__(*args, kv_cache_config=kv_cache_config, **kwargs)
+
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().schedule(*args, **kwargs)
+            if output.total_num_scheduled_tokens == 0:
+                self.finished_req_ids |= output.finished_req_ids
+            return output
+
+        def finish_requests(self, request_ids: str | Iterable[str], status: Any) -> Any:
+            ids = (request_ids,) if isinstance(request_ids, str) else request_ids
+            requests = [self.requests[i] for i in ids if i in self.requests]
+            whole = [r.request_id for r in requests if r.num_computed_tokens >= r.num_prompt_tokens]
+            return super().finish_requests(whole, status)
+
+    return PrefillScheduler

@@ -1,0 +1,43 @@
+"""SchedulerConfig must be told `is_encoder_decoder`, and not to schedule asynchronously.
+
+Symptom  ValidationError: 1 validation error for SchedulerConfig, is_encoder_decoder Field required.
+Cause    vLLM made the field a required init variable (vllm-project/vllm#29859, first in 0.12.0);
+         `async_scheduling` turns itself on when it is left open (first in 0.14.1), which is made
+         for an engine loop that overlaps steps; the generator's loop takes one step at a time.
+Fix      The generator's name `SchedulerConfig` becomes a function that adds the two arguments
+         where the installed class knows them.
+Remove when speculators 0.3 is no longer supported.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, parameters
+
+patch = Patch(
+    module="speculators.data_generation.vllm_hidden_states_generator",
+    when={"speculators": ">=0.3,<0.4", "vllm": ">=0.12"},
+    upstream="vllm-project/vllm#29859",
+)
+
+ARGUMENTS = {"is_encoder_decoder": False, "async_scheduling": False}
+
+
+@patch.probe
+def needed(module: ModuleType) -> Probe:
+    if "is_encoder_decoder" in parameters(module.SchedulerConfig):
+        return NEEDED
+    return already_fixed("SchedulerConfig has no is_encoder_decoder")
+
+
+@patch.replace("SchedulerConfig")
+def scheduler_config(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    known = {name: ARGUMENTS[name] for name in ARGUMENTS if name in parameters(original)}
+
+    @wraps(original, updated=())
+    def build(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**known, **kwargs})
+
+    return build

@@ -1,0 +1,1 @@
+"""Patches for the prepare stage: tokenisation and loss masks."""

@@ -1,0 +1,1 @@
+"""Patches for the train stage: speculators' trainer and draft model."""

@@ -1,0 +1,345 @@
+"""Applies the patches of this process, keeps the ledger, and undoes on request.
+
+Every replacement of a patch is made before the first is set; when one cannot be set, those before
+it are put back. What was replaced is written down here alone: classes carry no mark of ours. No
+lock is held while foreign code (a probe, a factory, an import) runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from spec_compat import __version__, hooks, registry, versions
+from spec_compat.errors import RequiredPatchMissing, TargetMoved
+from spec_compat.patching import Factory, Patch, Scope, Verdict
+from spec_compat.report import IN_PLACE, Outcome, Report, State, append, role
+
+log = logging.getLogger("spec_compat")
+
+_ABSENT = object()
+_PICKLED_BY_NAME = (FunctionType, BuiltinFunctionType, MethodType, type, staticmethod, classmethod)
+
+
+def strict() -> bool:
+    """Whether SPEC_COMPAT_STRICT asks to raise in place instead of recording."""
+    return os.environ.get("SPEC_COMPAT_STRICT") == "1"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One replaced name: what its owner's `__dict__` held, and what stands there now."""
+
+    owner: Any
+    attr: str
+    had_own: bool
+    original: Any
+    replacement: Any
+    qualname: str
+
+
+def locate(module: ModuleType, qualname: str) -> tuple[Any, str, Any]:
+    """Owner (module or class), attribute and raw object of a qualname. Raises TargetMoved."""
+    *path, attr = qualname.split(".")
+    owner: Any = module
+    for part in path:
+        owner = vars(owner).get(part)
+        if not isinstance(owner, type):
+            raise TargetMoved(f"{module.__name__} has no class {part} for {qualname}")
+    layers = owner.__mro__ if isinstance(owner, type) else (owner,)
+    raw = next((vars(layer)[attr] for layer in layers if attr in vars(layer)), _ABSENT)
+    if raw is _ABSENT:
+        raise TargetMoved(f"{module.__name__} has no {qualname}")
+    return owner, attr, raw
+
+
+def prepare(patch: Patch, module: ModuleType) -> list[Change]:
+    """All changes of a patch, with nothing set yet.
+
+    Raises TargetMoved when a name does not exist, TypeError for what must not be replaced.
+    """
+    places = {qualname: locate(module, qualname) for qualname in patch.factories}
+    changes = []
+    for qualname, (owner, attr, original) in places.items():
+        home = owner.__module__ if isinstance(owner, type) else owner.__name__
+        if home.partition(".")[0] != patch.module.partition(".")[0]:
+            raise TypeError(f"{qualname} belongs to {home}, which {patch.module} only imports")
+        made = patch.factories[qualname](original, module)
+        if isinstance(original, _PICKLED_BY_NAME) and not issubclass(type(made), _PICKLED_BY_NAME):
+            kind = type(made).__name__
+            raise TypeError(f"{qualname}: a {kind} does not pickle by name; a plain function does")
+        _name(made, patch.factories[qualname], owner, attr)
+        changes.append(Change(owner, attr, attr in vars(owner), original, made, qualname))
+    return changes
+
+
+def _name(made: Any, factory: Factory, owner: Any, attr: str) -> None:
+    """Name what a patch file defines after the place where it stands, so that pickle finds it."""
+    made = made.__func__ if isinstance(made, (staticmethod, classmethod)) else made
+    # functools.wraps has overwritten a function's __module__, but not its globals
+    defined_in = getattr(made, "__globals__", {}).get("__name__", getattr(made, "__module__", ""))
+    if defined_in == factory.__module__ and isinstance(made, (FunctionType, type)):
+        inside = isinstance(owner, type)
+        made.__module__ = owner.__module__ if inside else owner.__name__
+        made.__qualname__ = f"{owner.__qualname__}.{attr}" if inside else attr
+        made.__name__ = attr
+
+
+def commit(changes: list[Change]) -> None:
+    """Set all changes or none: an error puts back those already set."""
+    for number, change in enumerate(changes):
+        try:
+            setattr(change.owner, change.attr, change.replacement)
+        except Exception:
+            put_back(changes[:number])
+            raise
+
+
+def put_back(changes: list[Change]) -> None:
+    """Restore what was there, last change first; an attribute that was inherited goes away."""
+    for change in reversed(changes):
+        if change.had_own:
+            setattr(change.owner, change.attr, change.original)
+        else:
+            delattr(change.owner, change.attr)
+
+
+def rebind(change: Change, old: Any, new: Any) -> int:
+    """Give `new` to every module that has `old` by `from ... import`; how many names that were.
+
+    Only for what the patched module defines itself: what it imported belongs to someone else. And
+    vLLM's modules are looked through for vLLM's own names alone.
+    """
+    home, count = change.owner, 0
+    defined = (getattr(old, "__module__", ""), getattr(old, "__qualname__", ""))
+    if not isinstance(home, ModuleType) or defined != (home.__name__, change.attr):
+        return 0
+    roots = {"speculators", home.__name__.partition(".")[0]}
+    for name, other in list(sys.modules.items()):
+        if other is not home and name.partition(".")[0] in roots:
+            for attr in [attr for attr, value in vars(other).items() if value is old]:
+                setattr(other, attr, new)
+                count += 1
+    return count
+
+
+class Engine:
+    """The patches of one process: their outcomes, and the changes behind them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._patches: dict[str, Patch] = {}
+        self._waiting: dict[str, Patch] = {}
+        self._changes: dict[str, list[Change]] = {}
+        self._outcomes: dict[str, Outcome] = {}
+        self._reported: dict[str, Outcome] = {}
+        self._environment: dict[str, str] = {}
+        self._pid = 0
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def arm(self) -> Report:
+        """Plan once, watch for the modules of the patches that apply, patch those imported already.
+
+        Raises UserError for a wrong environment variable, PatchConflict for a wrong patch file.
+        """
+        if self._environment:
+            return self.report()
+        self._plan()
+        for patch in list(self._waiting.values()):
+            hooks.watch(patch.module, partial(self._imported, patch.module))
+            if patch.module in sys.modules and hooks.imported(patch.module) is None:
+                self._record(patch, "pending", "its module is half-imported", late=True)
+        self._catch_up()
+        return self._flush()
+
+    def report(self) -> Report:
+        """A checkpoint: retry what is pending, look whether the rest still stands, and report."""
+        if not self._environment:
+            return self.arm()
+        self._catch_up()
+        for patch in self._patches.values():
+            self._verify(patch)
+            if self._state(patch) == "pending":
+                log.warning("%s: %s", patch.id, self._outcomes[patch.id].reason)
+        return self._flush()
+
+    def require(self, *ids: str, stage: str | None = None, scope: Scope | None = None) -> None:
+        """Raise RequiredPatchMissing unless the named patches are in place.
+
+        Without ids: the required patches of the stage and scope, except those that are skipped.
+        """
+        named = {registry.get(patch_id).id for patch_id in ids}
+        missing = [
+            outcome
+            for outcome in self.report().outcomes
+            if outcome.state not in IN_PLACE
+            and (outcome.id in named if named else outcome.is_asked_for(scope, stage))
+        ]
+        if missing:
+            width = max(len(outcome.id) for outcome in missing)
+            rows = [f"  {o.id:{width}}  {o.state:10}  {o.reason} ({o.target})" for o in missing]
+            raise RequiredPatchMissing("\n".join(["patches that must be in place are not:", *rows]))
+
+    def undo(self, *ids: str) -> None:
+        """Put back what the named patches (all, without ids) replaced, last applied first.
+
+        A patch one of whose names now holds someone else's object stays, in state "foreign".
+        """
+        chosen = {registry.get(patch_id).id for patch_id in ids} or set(self._patches)
+        for patch_id in reversed([*self._waiting, *self._changes]):
+            if patch_id in chosen:
+                self._undo(self._patches[patch_id])
+        self._flush()
+
+    def _plan(self) -> None:
+        names = {"vllm", "speculators"}.union(*(patch.when for patch in registry.patches()))
+        environment = versions.detect(sorted(names))
+        planned = registry.plan(environment)
+        self._patches = {item.patch.id: item.patch for item in planned}
+        self._waiting = {item.patch.id: item.patch for item in planned if item.applies}
+        for item in planned:
+            state: State = "armed" if item.applies else "failed" if item.undecided else "skipped"
+            self._record(item.patch, state, item.reason)
+        if off := sorted(registry.disabled()):
+            log.warning("disabled by SPEC_COMPAT_DISABLE: %s", ", ".join(off))
+        found = {name: str(release) for name, release in environment.releases.items()}
+        python = ".".join(map(str, sys.version_info[:3]))
+        self._environment = {"spec_compat": __version__, "python": python, **found}
+
+    def _imported(self, name: str, module: ModuleType) -> None:
+        """The hook after an import. If it raised, the import would fail."""
+        try:
+            for patch in self._patches.values():
+                if patch.module == name:
+                    self._settle(patch, module, late=False)
+                    self._verify(patch)
+            self._catch_up()
+            self._flush()
+        except Exception:
+            if strict():
+                raise
+            log.exception("the hook after the import of %s failed", name)
+
+    def _catch_up(self) -> None:
+        """Settle patches whose module came without the hook: imported earlier, or half-imported."""
+        for patch in list(self._waiting.values()):
+            module = hooks.imported(patch.module)
+            if module is not None:
+                self._settle(patch, module, late=True)
+
+    def _settle(self, patch: Patch, module: ModuleType, *, late: bool) -> None:
+        if self._waiting.pop(patch.id, None) is None:  # done, or another thread is at it
+            return
+        cause: Exception | None = None
+        try:
+            state, reason = self._apply(patch, module)
+        except TargetMoved as error:
+            state, reason = "moved", str(error)
+        except Exception as error:
+            state, reason, cause = "failed", f"{type(error).__name__}: {error}", error
+        self._record(patch, state, reason, late=late)
+        if strict() and self._outcomes[patch.id].is_problem:
+            raise RequiredPatchMissing(f"{patch.id}: {state}: {reason}") from cause
+
+    def _apply(self, patch: Patch, module: ModuleType) -> tuple[State, str]:
+        probe = patch.examine(module)
+        if probe.verdict is Verdict.ALREADY_FIXED:
+            return "not-needed", probe.reason
+        if probe.verdict is Verdict.MOVED:
+            return "moved", probe.reason
+        changes = prepare(patch, module)
+        with self._lock:
+            commit(changes)
+            aliases = sum(rebind(c, c.original, c.replacement) for c in changes)
+            self._changes[patch.id] = changes
+        return "applied", f"{probe.reason or 'needed'}, {aliases} aliases"
+
+    def _verify(self, patch: Patch) -> None:
+        """Record an applied patch as lost when its names lead to something else by now."""
+        module = hooks.imported(patch.module)
+        half_imported = module is None and patch.module in sys.modules
+        if self._state(patch) != "applied" or half_imported:
+            return
+        for change in self._changes[patch.id]:
+            if module is None or not self._stands(change, module):
+                reason = f"{change.qualname} was overwritten, or its module imported again"
+                self._record(patch, "lost", reason)
+                return
+
+    def _stands(self, change: Change, module: ModuleType) -> bool:
+        """Whether the name leads to our replacement, directly or through wrappers around it."""
+        try:
+            current = locate(module, change.qualname)[2]
+        except TargetMoved:
+            return False
+        below = {id(c.replacement): c.original for cs in self._changes.values() for c in cs}
+        seen = set[int]()
+        while current is not change.replacement and id(current) not in seen:
+            seen.add(id(current))
+            current = below.get(id(current), getattr(current, "__wrapped__", current))
+        return current is change.replacement
+
+    def _undo(self, patch: Patch) -> None:
+        if self._waiting.pop(patch.id, None) is not None:
+            self._record(patch, "undone", "before its module was imported")
+            return
+        with self._lock:
+            changes = self._changes[patch.id]
+            strangers = [c.attr for c in changes if vars(c.owner).get(c.attr) is not c.replacement]
+            if not strangers:
+                put_back(self._changes.pop(patch.id))
+                for change in changes:
+                    rebind(change, change.replacement, change.original)
+        if strangers:
+            self._record(patch, "foreign", f"someone else replaced {', '.join(strangers)} after us")
+        else:
+            self._record(patch, "undone", "on request")
+
+    def _state(self, patch: Patch) -> State:
+        return self._outcomes[patch.id].state
+
+    def _record(self, patch: Patch, state: State, reason: str, *, late: bool = False) -> None:
+        before = self._outcomes.get(patch.id)
+        late = late or (before is not None and before.late)
+        what = (patch.id, state, patch.stage, patch.scope, patch.severity, patch.target, reason)
+        outcome = Outcome(*what, late, os.getpid(), role(), time.time())
+        with self._lock:
+            self._outcomes[patch.id] = outcome
+        wrong = outcome.is_problem and state != "pending"  # pending: once it is so at a checkpoint
+        level = logging.WARNING if wrong else logging.DEBUG
+        log.log(level, "%s: %s: %s (%s)", patch.id, state, reason, outcome.role)
+
+    def _flush(self) -> Report:
+        """Report what is new to the directory; in a new process, all that it inherited."""
+        with self._lock:
+            new_process = self._pid != os.getpid()
+            if new_process:
+                self._pid, self._reported = os.getpid(), {}
+                for outcome in list(self._outcomes.values()):
+                    self._outcomes[outcome.id] = replace(outcome, pid=self._pid, role=role())
+            report = Report(dict(self._environment), tuple(self._outcomes.values()))
+            new = [o for o in report.outcomes if self._reported.get(o.id) is not o]
+            self._reported = dict(self._outcomes)
+        if new_process:
+            log.info(report.summary())
+        directory = os.environ.get("SPEC_COMPAT_REPORT_DIR")
+        if directory and new:
+            try:
+                append(directory, self._environment, new)
+            except OSError as error:
+                log.warning("SPEC_COMPAT_REPORT_DIR: cannot write the report: %s", error)
+        return report
+
+    def _after_fork(self) -> None:
+        """Another thread may have held the lock. A child of multiprocessing reports under its name,
+        which it knows only later."""
+        self._lock = threading.RLock()
+        if util := sys.modules.get("multiprocessing.util"):
+            util.register_after_fork(self, Engine._flush)

@@ -1,0 +1,137 @@
+"""The patch API: all that a patch file imports.
+
+A patch file defines one module-level `patch = Patch(...)`, at most one probe, and one factory for
+each name that it replaces. Nothing here imports the packages that are patched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType
+from typing import Any, Literal, TypeVar
+
+Scope = Literal["driver", "worker"]
+Severity = Literal["required", "optional"]
+Factory = Callable[[Any, ModuleType], object]
+ProbeFunction = Callable[[ModuleType], "Probe"]
+
+_F = TypeVar("_F", bound=Factory)
+_P = TypeVar("_P", bound=ProbeFunction)
+
+
+class Verdict(str, Enum):
+    """What a probe found in the module at hand."""
+
+    NEEDED = "needed"
+    ALREADY_FIXED = "already fixed"
+    MOVED = "moved"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A verdict with its reason, one line for the report."""
+
+    verdict: Verdict
+    reason: str = ""
+
+
+NEEDED = Probe(Verdict.NEEDED)
+
+
+def already_fixed(reason: str) -> Probe:
+    """The module does by itself what the patch is for; nothing is replaced."""
+    return Probe(Verdict.ALREADY_FIXED, reason)
+
+
+def moved(reason: str) -> Probe:
+    """The module is not what the patch was written against; nothing is replaced, loudly."""
+    return Probe(Verdict.MOVED, reason)
+
+
+def parameters(function: object) -> frozenset[str]:
+    """Parameter names of a callable or a class; empty when it has no signature."""
+    try:
+        return frozenset(inspect.signature(function).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def overlay(module: ModuleType, **names: object) -> ModuleType:
+    """A view of a module in which some names differ; the module itself stays as it is."""
+    view = ModuleType(module.__name__, f"{module.__name__}, seen through a patch")
+    vars(view).update(names, __wrapped__=module, __getattr__=lambda name: getattr(module, name))
+    return view
+
+
+class Patch:
+    """What to replace in one module, for which releases, and how to tell that it is needed.
+
+    `module` is the dotted name whose import triggers the patch; it lies inside speculators (inside
+    vllm only for patches of the serve stage). `when` maps distribution names to version specifiers
+    (`{"speculators": ">=0.3,<0.4", "vllm": ">=0.12"}`) which nominate the patch; the probe decides.
+    `scope` is the process in which the patch matters. A `required` patch that is not in place is a
+    problem, an `optional` one is not. `after` lists the ids of patches that apply before this one.
+
+    The registry fills in `id`, `stage` and `doc` from the file's path and docstring.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: str,
+        when: Mapping[str, str],
+        scope: Scope = "driver",
+        severity: Severity = "required",
+        upstream: str = "",
+        after: tuple[str, ...] = (),
+    ) -> None:
+        self.module = module
+        self.when = dict(when)
+        self.scope = scope
+        self.severity = severity
+        self.upstream = upstream
+        self.after = after
+        self.id = ""
+        self.doc = ""
+        self.factories: dict[str, Factory] = {}
+        self._probe: ProbeFunction | None = None
+
+    @property
+    def stage(self) -> str:
+        """First element of the id: prepare, extract, train or serve."""
+        return self.id.partition("/")[0]
+
+    @property
+    def target(self) -> str:
+        """`module:qualname, qualname`, for people."""
+        return f"{self.module}:{', '.join(self.factories)}"
+
+    def probe(self, function: _P) -> _P:
+        """Decorator for the function that looks at the imported module and returns a Probe."""
+        if self._probe is not None:
+            raise ValueError(f"a patch has one probe; {function!r} is a second one")
+        self._probe = function
+        return function
+
+    def replace(self, qualname: str) -> Callable[[_F], _F]:
+        """Decorator for a factory `(original, module) -> replacement` of `module:qualname`.
+
+        The original is the raw object out of its owner's `__dict__`: a staticmethod or classmethod
+        arrives as such, and what the factory returns is set as it is. All replacements of a patch
+        are made before the first is set; they are set together or not at all.
+        """
+
+        def register(factory: _F) -> _F:
+            if qualname in self.factories:
+                raise ValueError(f"{qualname!r} is replaced twice by one patch")
+            self.factories[qualname] = factory
+            return factory
+
+        return register
+
+    def examine(self, module: ModuleType) -> Probe:
+        """The probe's answer for the imported module; NEEDED where the patch has no probe."""
+        return NEEDED if self._probe is None else self._probe(module)

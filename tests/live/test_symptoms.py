@@ -1,0 +1,39 @@
+"""What happens without each patch: the reason it exists, and the sign when it can go."""
+
+from pathlib import Path
+
+import pytest
+
+from spec_compat import registry
+from tests.conftest import Script
+
+pytestmark = [pytest.mark.live, pytest.mark.slow]
+
+ROWS = [list(range(3, 40)), list(range(3, 20))]
+
+SYMPTOMS = {
+    "1": "is_encoder_decoder",
+    "extract/scheduler-config": "is_encoder_decoder",
+    "extract/kv-cache-config": "unexpected keyword argument 'kv_cache_specs'",
+    "extract/scheduler": "missing 1 required positional argument: 'block_size'",
+    "extract/host-memory": "NVIDIA driver",
+    "extract/cache-config": "AssertionError",
+    "extract/executor,extract/capture": "has no attribute 'get_input_embeddings'",
+    "extract/capture": "the patch extract/capture is not in place in vLLM worker [0]",
+    "extract/executor": "State error: sample_tokens() must be called",
+}
+
+
+@pytest.mark.parametrize(("disabled", "symptom"), SYMPTOMS.items())
+def test_without_a_patch_its_symptom_shows(
+    disabled: str, symptom: str, generate: Script, tiny_llama: Path
+) -> None:
+    env = {"SPEC_COMPAT_DISABLE": disabled}
+    process = generate(tiny_llama, ROWS, layer_ids=[2, 4, 5, 7], max_model_len=512, env=env)
+    assert process.returncode != 0
+    assert symptom in process.stderr + process.stdout
+
+
+def test_every_extract_patch_has_its_symptom_here() -> None:
+    covered = {patch_id for ids in SYMPTOMS for patch_id in ids.split(",")}
+    assert {patch.id for patch in registry.patches() if patch.stage == "extract"} <= covered

@@ -1,0 +1,78 @@
+"""Extracts in this process and in vLLM's worker, and prints which of vLLM's attributes changed."""
+
+import json
+import sys
+from types import ModuleType
+from typing import Any
+
+MODULES = (
+    "vllm.config",
+    "vllm.sampling_params",
+    "vllm.v1.core.kv_cache_utils",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.executor.abstract",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.request",
+    "vllm.v1.structured_output",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.gpu_input_batch",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.model_executor.models.interfaces",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.layers.layernorm",
+)
+
+
+def attributes() -> dict[str, Any]:
+    """Every attribute of vLLM's modules, and of the classes that these define."""
+    import importlib
+
+    found: dict[str, Any] = {}
+    for name in MODULES:
+        module: ModuleType = importlib.import_module(name)
+        for attr, value in list(vars(module).items()):
+            found[f"{name}:{attr}"] = value
+            if isinstance(value, type) and value.__module__ == name:
+                for inner, raw in list(vars(value).items()):
+                    found[f"{name}:{attr}.{inner}"] = raw
+    return found
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    ours = [
+        key
+        for key, value in after.items()
+        if str(getattr(value, "__module__", "")).startswith(("spec_compat", "speculators"))
+    ]
+    return sorted({key for key in after if after[key] is not before.get(key, after[key])} | set(ours))
+
+
+def changed_in_worker(worker: Any) -> list[str]:
+    now = attributes()
+    return changed(now, now)
+
+
+def main(model: str) -> None:
+    before = attributes()
+    import spec_compat  # noqa: F401
+    from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
+
+    generator = VllmHiddenStatesGenerator(model, layer_ids=[2, 4, 5, 7], max_model_len=512)
+    rows = generator.generate([list(range(3, 90)), list(range(3, 40))])
+    in_worker = generator.executor.collective_rpc(changed_in_worker)
+    after = attributes()
+    print(
+        json.dumps(
+            {
+                "rows": len(rows),
+                "attributes": len(after),
+                "driver": changed(before, after),
+                "workers": in_worker,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,178 @@
+"""The report: what is a problem, what proves that the patches were there, what is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_compat.report import Outcome, Report, append
+from tests.unit.world import RUN, World
+
+ENVIRONMENT = {"spec_compat": "0.1.0", "vllm": "0.16.0", "speculators": "0.3.0"}
+
+
+def outcome(patch_id: str, state: Any, **fields: Any) -> Outcome:
+    defaults = {
+        "stage": patch_id.split("/")[0],
+        "scope": "driver",
+        "severity": "required",
+        "target": "speculators.gen:f",
+        "reason": "",
+        "late": False,
+        "pid": 1,
+        "role": "driver",
+        "time": 0.0,
+    }
+    return Outcome(id=patch_id, state=state, **{**defaults, **fields})
+
+
+def report(*outcomes: Outcome) -> Report:
+    return Report(ENVIRONMENT, outcomes)
+
+
+@pytest.mark.parametrize(
+    ("state", "problem", "ok"),
+    [
+        ("applied", False, True),
+        ("not-needed", False, True),
+        ("skipped", False, True),
+        ("armed", False, False),
+        ("undone", False, False),
+        ("pending", True, False),
+        ("moved", True, False),
+        ("foreign", True, False),
+        ("failed", True, False),
+        ("lost", True, False),
+    ],
+)
+def test_each_state(state: str, problem: bool, ok: bool) -> None:
+    one = report(outcome("extract/a", state))
+    assert (bool(one.problems()), one.ok()) == (problem, ok)
+    optional = report(outcome("extract/a", state, severity="optional"))
+    assert (bool(optional.problems()), optional.ok()) == (False, True)
+
+
+def test_ok_asks_for_a_scope_and_a_stage() -> None:
+    mixed = report(
+        outcome("extract/a", "applied"),
+        outcome("extract/b", "failed", scope="worker"),
+        outcome("train/c", "armed"),
+    )
+    assert mixed.ok(scope="driver", stage="extract")
+    assert not mixed.ok(scope="worker", stage="extract")
+    assert not mixed.ok(stage="train")
+    assert mixed.ok(scope="worker", stage="train")
+
+
+def test_nothing_reported_is_not_ok() -> None:
+    assert not report().ok()
+
+
+def test_in_place_in_one_process_and_wrong_in_none() -> None:
+    here, armed = outcome("extract/a", "applied"), outcome("extract/a", "armed", pid=2)
+    assert report(here, armed).ok()
+    assert not report(armed).ok()
+    assert not report(here, armed, outcome("extract/a", "lost", pid=3)).ok()
+
+
+def test_the_summary_is_one_line() -> None:
+    assert report(
+        outcome("extract/a", "applied"),
+        outcome("extract/b", "applied"),
+        outcome("extract/c", "not-needed"),
+        outcome("extract/d", "moved", severity="optional"),
+        outcome("extract/e", "failed"),
+    ).summary() == (
+        "spec_compat 0.1.0: vLLM 0.16.0, speculators 0.3.0: "
+        "2 applied, 1 not needed, 1 moved, 1 problem (driver)"
+    )
+    assert "vLLM not installed" in Report({"spec_compat": "0.1.0"}, ()).summary()
+
+
+def test_json_there_and_back() -> None:
+    one = report(outcome("extract/a", "applied", late=True), outcome("train/b", "armed"))
+    assert Report.from_json(one.to_json()) == one
+    with pytest.raises(ValueError, match="schema 2, expected 1"):
+        Report.from_json(one.to_json().replace('"schema": 1', '"schema": 2'))
+
+
+def test_merge_takes_the_last_word_of_each_process(tmp_path: Path) -> None:
+    append(str(tmp_path), ENVIRONMENT, [outcome("extract/a", "armed", pid=7)])
+    append(str(tmp_path), ENVIRONMENT, [outcome("extract/a", "applied", pid=7)])
+    append(str(tmp_path), {**ENVIRONMENT, "vllm": "0.15.1"}, [outcome("extract/a", "armed", pid=8)])
+    merged = Report.merge(tmp_path)
+    assert {(o.pid, o.state) for o in merged.outcomes} == {(7, "applied"), (8, "armed")}
+    assert merged.environment == {**ENVIRONMENT, "vllm": "0.16.0 | 0.15.1"}
+
+
+def test_a_line_that_was_cut_short_counts_as_not_written(tmp_path: Path) -> None:
+    append(str(tmp_path), ENVIRONMENT, [outcome("extract/a", "armed")])
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text()
+    file.write_text(whole + whole.replace("armed", "applied")[:-10])
+    assert [o.state for o in Report.merge(tmp_path).outcomes] == ["armed"]
+
+
+def test_an_empty_directory_proves_nothing(tmp_path: Path) -> None:
+    assert not Report.merge(tmp_path).ok()
+
+
+def test_a_process_writes_what_happened_in_it(world: World) -> None:
+    world.patch()
+    world.patch("train/later", RUN.replace("speculators.gen", "speculators.later"))
+    pid = world.run(
+        "import os, spec_compat, speculators.gen; spec_compat.undo('extract/run')\n"
+        "answer(os.getpid())",
+        SPEC_COMPAT_REPORT_DIR=str(world.reports),
+    )
+    states = [
+        line.split('"')[7] for line in (world.reports / f"{pid}.jsonl").read_text().split("\n")[:-1]
+    ]
+    assert states == ["armed", "armed", "applied", "undone"]
+    merged = Report.merge(world.reports)
+    assert {o.id: o.state for o in merged.outcomes} == {
+        "extract/run": "undone",
+        "train/later": "armed",
+    }
+    assert merged.environment["vllm"] == "0.16.0"
+
+
+def test_a_report_directory_that_cannot_be_written_is_a_warning(world: World) -> None:
+    world.patch()
+    got = world.run(
+        "import spec_compat, speculators.gen\nanswer(states())",
+        SPEC_COMPAT_REPORT_DIR=str(world.site / "script.py"),
+    )
+    assert got == {"extract/run": "applied"}
+    assert "SPEC_COMPAT_REPORT_DIR: cannot write the report" in world.stderr
+
+
+def test_what_is_logged(world: World) -> None:
+    """One summary a process, a warning for each required patch that is not in place."""
+    world.patch()
+    world.patch("extract/gone", RUN.replace("Generator.run", "gone"))
+    world.patch("extract/off", RUN.replace("Generator.run", "Generator.inherited"))
+    world.run(
+        "import logging\n"
+        "logging.basicConfig(level=logging.INFO, format='%(levelname)s %(message)s')\n"
+        "import spec_compat, speculators.gen\nspec_compat.arm(); spec_compat.report()",
+        SPEC_COMPAT_DISABLE="extract/off",
+    )
+    assert world.stderr.splitlines() == [
+        "WARNING disabled by SPEC_COMPAT_DISABLE: extract/off",
+        "INFO spec_compat 0.1.0: vLLM 0.16.0, speculators 0.3.0: "
+        "1 skipped, 2 armed, 0 problems (driver)",
+        "WARNING extract/gone: moved: speculators.gen has no gone (driver)",
+    ]
+
+
+def test_an_unknown_release_is_a_problem_not_a_guess(world: World) -> None:
+    world.patch()
+    world.write("vllm/_version.py", "__version__ = version = '0.1.dev1+g5e40263c3.empty'")
+    code = "import spec_compat, speculators.gen as gen\nanswer([states(), gen.Generator().run()])"
+    assert world.run(code) == [{"extract/run": "failed"}, "original"]
+    assert "vllm does not know its release" in world.stderr
+    got = world.run(code, SPEC_COMPAT_ASSUME_VLLM="0.16.0")
+    assert got == [{"extract/run": "applied"}, "patched original"]

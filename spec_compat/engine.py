@@ -131,7 +131,10 @@ def rebind(change: Change, old: Any, new: Any) -> int:
 
 
 class Engine:
-    """The patches of one process: their outcomes, and the changes behind them."""
+    """The patches of one process: their outcomes, and the changes behind them.
+
+    The public methods are those of the package, and documented there.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -145,12 +148,9 @@ class Engine:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def arm(self) -> Report:
-        """Plan once, watch for the modules of the patches that apply, patch those imported already.
-
-        Raises UserError for a wrong environment variable, PatchConflict for a wrong patch file.
-        """
         if self._environment:
             return self.report()
+        hooks.before((), self.arm)  # to look for vLLM's release is not to import it
         self._plan()
         for patch in list(self._waiting.values()):
             hooks.watch(patch.module, partial(self._imported, patch.module))
@@ -160,7 +160,6 @@ class Engine:
         return self._flush()
 
     def report(self) -> Report:
-        """A checkpoint: retry what is pending, look whether the rest still stands, and report."""
         if not self._environment:
             return self.arm()
         self._catch_up()
@@ -171,10 +170,6 @@ class Engine:
         return self._flush()
 
     def require(self, *ids: str, stage: str | None = None, scope: Scope | None = None) -> None:
-        """Raise RequiredPatchMissing unless the named patches are in place.
-
-        Without ids: the required patches of the stage and scope, except those that are skipped.
-        """
         named = {registry.get(patch_id).id for patch_id in ids}
         missing = [
             outcome
@@ -188,10 +183,8 @@ class Engine:
             raise RequiredPatchMissing("\n".join(["patches that must be in place are not:", *rows]))
 
     def undo(self, *ids: str) -> None:
-        """Put back what the named patches (all, without ids) replaced, last applied first.
-
-        A patch one of whose names now holds someone else's object stays, in state "foreign".
-        """
+        if not self._environment:
+            self.arm()
         chosen = {registry.get(patch_id).id for patch_id in ids} or set(self._patches)
         for patch_id in reversed([*self._waiting, *self._changes]):
             if patch_id in chosen:
@@ -338,8 +331,10 @@ class Engine:
         return report
 
     def _after_fork(self) -> None:
-        """Another thread may have held the lock. A child of multiprocessing reports under its name,
-        which it knows only later."""
+        """The lock may have been held; and a child that multiprocessing names later reports."""
         self._lock = threading.RLock()
         if util := sys.modules.get("multiprocessing.util"):
             util.register_after_fork(self, Engine._flush)
+
+
+engine = Engine()

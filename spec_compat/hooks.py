@@ -1,32 +1,33 @@
-"""Post-import hooks that also fire on a reload, and never on a half-imported module.
+"""wrapt's post-import hooks, made safe, and a trigger that puts off what they cost.
 
-wrapt has such hooks, but importing wrapt 2 takes longer than all of `import spec_compat` may, its
-hooks fire once, and they fire at once on a module that is still being imported.
+wrapt fires a hook at once, and only once, for a module that is still being imported, and importing
+wrapt takes longer than all of `import spec_compat` may; hence the checks here and the trigger.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
-
-if TYPE_CHECKING:
-    from importlib.abc import Loader
 
 Hook = Callable[[ModuleType], None]
 
 
 def watch(name: str, hook: Hook) -> None:
-    """Call `hook(module)` each time that the module of this name has been executed to its end.
+    """Call `hook(module)` once the module of this name has been executed to its end.
 
     The hook must not raise: the import would fail. A module that is in sys.modules by now is left
     to the caller; see `imported`.
     """
-    _finder.hooks[name] = hook
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    from wrapt import register_post_import_hook
+
+    if name not in sys.modules:
+        register_post_import_hook(hook, name)
+
+
+def before(names: tuple[str, ...], action: Callable[[], object]) -> None:
+    """Call `action()` once, when the first of these modules is about to be imported."""
+    _trigger.actions = dict.fromkeys(names, action)
 
 
 def imported(name: str) -> ModuleType | None:
@@ -36,44 +37,19 @@ def imported(name: str) -> ModuleType | None:
     return None if initializing else module
 
 
-class _Loader:
-    """The real loader and a call after it; the module never gets to see this object."""
-
-    def __init__(self, loader: Loader, hook: Hook) -> None:
-        self.loader = loader
-        self.hook = hook
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        self.hook(module)
-
-
-class _Finder:
-    """Lets the other finders find a watched module, then puts `_Loader` around its loader."""
+class _Trigger:
+    """A finder that finds nothing, and notices what is looked for."""
 
     def __init__(self) -> None:
-        self.hooks: dict[str, Hook] = {}
+        self.actions: dict[str, Callable[[], object]] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in self.hooks:
-            return None
-        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = cast("Loader", _Loader(spec.loader, self.hooks[fullname]))
-        return spec
+    ) -> None:
+        if fullname in self.actions:
+            action, self.actions = self.actions[fullname], {}
+            action()
 
 
-_finder = _Finder()
+_trigger = _Trigger()
+sys.meta_path.insert(0, _trigger)

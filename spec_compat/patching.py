@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType
 from typing import Any, Literal, TypeVar
@@ -66,6 +66,19 @@ def overlay(module: ModuleType, **names: object) -> ModuleType:
     return view
 
 
+class BadRows(RuntimeError):  # noqa: N818
+    """Rows of a `generate()` call whose hidden states are not theirs: `reasons` by row number."""
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        self.reasons = dict(reasons)
+        first = min(self.reasons)
+        super().__init__(
+            f"{len(self.reasons)} rows failed their check; row {first} of the call: "
+            f"{self.reasons[first]}"
+        )
+
+
+@dataclass(kw_only=True, eq=False)
 class Patch:
     """What to replace in one module, for which releases, and how to tell that it is needed.
 
@@ -74,30 +87,19 @@ class Patch:
     (`{"speculators": ">=0.3,<0.4", "vllm": ">=0.12"}`) which nominate the patch; the probe decides.
     `scope` is the process in which the patch matters. A `required` patch that is not in place is a
     problem, an `optional` one is not. `after` lists the ids of patches that apply before this one.
-
-    The registry fills in `id`, `stage` and `doc` from the file's path and docstring.
+    The registry fills in `id` and `doc` from the file's path and docstring.
     """
 
-    def __init__(
-        self,
-        *,
-        module: str,
-        when: Mapping[str, str],
-        scope: Scope = "driver",
-        severity: Severity = "required",
-        upstream: str = "",
-        after: tuple[str, ...] = (),
-    ) -> None:
-        self.module = module
-        self.when = dict(when)
-        self.scope = scope
-        self.severity = severity
-        self.upstream = upstream
-        self.after = after
-        self.id = ""
-        self.doc = ""
-        self.factories: dict[str, Factory] = {}
-        self._probe: ProbeFunction | None = None
+    module: str
+    when: Mapping[str, str]
+    scope: Scope = "driver"
+    severity: Severity = "required"
+    upstream: str = ""
+    after: tuple[str, ...] = ()
+    id: str = field(default="", init=False)
+    doc: str = field(default="", init=False)
+    factories: dict[str, Factory] = field(default_factory=dict, init=False)
+    examine: ProbeFunction = field(default_factory=lambda: lambda module: NEEDED, init=False)
 
     @property
     def stage(self) -> str:
@@ -110,10 +112,11 @@ class Patch:
         return f"{self.module}:{', '.join(self.factories)}"
 
     def probe(self, function: _P) -> _P:
-        """Decorator for the function that looks at the imported module and returns a Probe."""
-        if self._probe is not None:
-            raise ValueError(f"a patch has one probe; {function!r} is a second one")
-        self._probe = function
+        """Decorator for the function that looks at the imported module and returns a Probe.
+
+        Without one the patch is needed wherever all its targets exist.
+        """
+        self.examine = function
         return function
 
     def replace(self, qualname: str) -> Callable[[_F], _F]:
@@ -131,7 +134,3 @@ class Patch:
             return factory
 
         return register
-
-    def examine(self, module: ModuleType) -> Probe:
-        """The probe's answer for the imported module; NEEDED where the patch has no probe."""
-        return NEEDED if self._probe is None else self._probe(module)

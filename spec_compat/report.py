@@ -1,4 +1,7 @@
-"""What happened to each patch in each process: the proof that travels with the data."""
+"""What happened to each patch in each process: the proof that travels with the data.
+
+`import spec_compat` imports this module: pathlib, which is not cheap, is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from spec_compat.patching import Scope, Severity
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 State = Literal[
     "skipped", "armed", "pending", "applied", "not-needed",
@@ -82,17 +87,14 @@ class Report:
 
     def summary(self) -> str:
         """One line: releases, counts by state, problems, process."""
-        vllm, speculators = (
-            self.environment.get(name, "not installed") for name in ("vllm", "speculators")
-        )
+        found = {"vllm": "not installed", "speculators": "not installed", **self.environment}
         states = Counter(outcome.state for outcome in self.outcomes if not outcome.is_problem)
         counts = [f"{states[s]} {s.replace('-', ' ')}" for s in get_args(State) if states[s]]
-        number = len(self.problems())
-        counts.append(f"{number} problem{'' if number == 1 else 's'}")
+        counts.append(f"{len(self.problems())} problems")
         roles = ", ".join(dict.fromkeys(outcome.role for outcome in self.outcomes)) or role()
         return (
-            f"spec_compat {self.environment.get('spec_compat')}: vLLM {vllm}, "
-            f"speculators {speculators}: {', '.join(counts)} ({roles})"
+            f"spec_compat {found['spec_compat']}: vLLM {found['vllm']}, "
+            f"speculators {found['speculators']}: {', '.join(counts)} ({roles})"
         )
 
     def to_json(self) -> str:
@@ -116,6 +118,8 @@ class Report:
 
         A line that was cut short by a dying process counts as not written.
         """
+        from pathlib import Path
+
         environment = dict[str, str]()
         last = dict[tuple[int, str], Outcome]()
         for file in sorted(Path(directory).glob("*.jsonl")):
@@ -135,6 +139,8 @@ class Report:
 
 def append(directory: str, environment: Mapping[str, str], outcomes: Iterable[Outcome]) -> None:
     """Add this process's outcomes to `<directory>/<pid>.jsonl`, one line each, in one write."""
+    from pathlib import Path
+
     lines = [json.dumps(asdict(o) | {"environment": dict(environment)}) + "\n" for o in outcomes]
     Path(directory).mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -146,7 +152,7 @@ def append(directory: str, environment: Mapping[str, str], outcomes: Iterable[Ou
 
 
 def role() -> str:
-    """ "driver" in a main process, else the name that multiprocessing gave to this one."""
+    """The name that multiprocessing gave to this process; "driver" for a main process."""
     processes = sys.modules.get("multiprocessing.process")
     name: str = processes.current_process().name if processes else "MainProcess"
     return "driver" if name == "MainProcess" else name

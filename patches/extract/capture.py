@@ -1,4 +1,4 @@
-"""Hidden states are captured by hooks on the decoder layers, and belong to requests.
+"""Hidden states are captured by hooks on the decoder layers, belong to requests, and prove it.
 
 Symptom  AttributeError: 'LlamaModel' object has no attribute 'get_input_embeddings', at warm-up.
          ValueError: Model X does not support hidden state extraction, for models that vLLM cannot
@@ -11,7 +11,8 @@ Cause    The worker extension replaces the inner model's forward by a copy of Ll
 Fix      The model's own forward runs; forward hooks take each layer's stream. Whether that stream
          is `hidden + residual` or `hidden` alone is measured on the first step: the final norm of
          the last layer's stream must be what the model returned. Tokens are assigned to requests
-         in the order in which the model runner has them in its batch.
+         in the order in which the model runner has them in its batch. A row is given out only if
+         its states are finite and if lm_head(norm(last state)) gives the token that vLLM sampled.
 Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
 """
 
@@ -23,7 +24,7 @@ from spec_compat.patching import Patch
 
 patch = Patch(
     module="speculators.data_generation.custom_worker",
-    when={"speculators": ">=0.3,<0.4", "vllm": ">=0.11.2"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.2"},
     scope="worker",
     upstream="vllm-project/speculators#279",
 )
@@ -31,6 +32,7 @@ patch = Patch(
 WRAPPED_AS = ("language_model", "thinker", "llm", "model", "decoder", "text_model", "transformer")
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm")
 MAX_ERROR = 0.02  # relative L2; bf16 noise is below 0.01, a wrong reading is above 0.5
+MAX_GAP = 4  # units in the last place of bf16; near-ties differ by 0 or 1, mixed-up rows by dozens
 
 
 def find_decoder(model: Any) -> Any:
@@ -51,20 +53,26 @@ READINGS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class LayerCapture:
-    """Collects the streams of `layer_ids` in one worker, and cuts them into rows by request."""
+    """Takes the streams of `layer_ids` in one worker, and cuts them into rows by request.
 
-    def __init__(self, runner: Any, layer_ids: list[int], *, store: bool) -> None:
+    Only tensor-parallel rank 0 keeps rows; the others take part in the proof, whose logits are
+    gathered from all ranks. Every state is [tokens, hidden] in the model's dtype, on the CPU.
+    """
+
+    def __init__(self, runner: Any, layer_ids: list[int], *, keep: bool) -> None:
         self.runner = runner
-        self.layer_ids = list(layer_ids)
-        self.store = store
+        self.layer_ids = list(layer_ids) if keep else []
         self.decoder = find_decoder(runner.model)
+        norms = (getattr(self.decoder, name, None) for name in FINAL_NORMS)
+        self.norm = next(norm for norm in norms if norm is not None)
         self.last = len(self.decoder.layers) - 1
-        self.step = False
+        self.in_step = False
         self.read: Callable[[Any, Any], Any] | None = None
         self.streams: dict[int, Any] = {}
         self.partial: dict[str, list[Any]] = {}
         self.complete: dict[str, list[Any]] = {}
-        for layer_id in {*layer_ids, self.last}:
+        self.last_states: dict[str, Any] = {}
+        for layer_id in {*self.layer_ids, self.last}:
             self.decoder.layers[layer_id].register_forward_hook(self._hook(layer_id))
         runner.model.register_forward_hook(self._measure)
         self._execute = runner.execute_model
@@ -72,7 +80,7 @@ class LayerCapture:
 
     def _hook(self, layer_id: int) -> Callable[..., None]:
         def take(layer: Any, inputs: Any, output: Any) -> None:
-            if not self.step:  # a warm-up run computes on whatever the memory holds
+            if not self.in_step:  # a warm-up run computes on whatever the memory holds
                 return
             hidden, residual = output if isinstance(output, tuple) else (output, None)
             if residual is None:
@@ -90,9 +98,9 @@ class LayerCapture:
         if self.read is not None or not isinstance(pair, tuple):
             return
         returned = output[0] if isinstance(output, tuple) else output
-        norm = next(getattr(self.decoder, name) for name in FINAL_NORMS if hasattr(self.decoder, name))
+        size = returned.float().norm()
         errors = {
-            name: float((norm(read(*pair)) - returned).float().norm() / returned.float().norm())
+            name: float((self.norm(read(*pair)) - returned).float().norm() / size)
             for name, read in READINGS.items()
         }
         right = [name for name, error in errors.items() if error <= MAX_ERROR]
@@ -106,10 +114,10 @@ class LayerCapture:
             self.read = READINGS[right[0]]
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.step = True
+        self.in_step = True
         output = self._execute(scheduler_output, *args, **kwargs)
-        self.step = False
-        if self.store and scheduler_output.total_num_scheduled_tokens:
+        self.in_step = False
+        if scheduler_output.total_num_scheduled_tokens:
             self._assign(scheduler_output.num_scheduled_tokens)
         self.streams = {}
         return output
@@ -118,34 +126,62 @@ class LayerCapture:
         start = 0
         for request_id in self.runner.input_batch.req_ids:
             stop = start + num_scheduled_tokens[request_id]
+            request = self.runner.requests[request_id]
+            done = request.num_computed_tokens + stop - start >= request.num_prompt_tokens
             chunk = [self.streams[i][start:stop].to("cpu", copy=True) for i in self.layer_ids]
-            self._append(request_id, chunk)
+            row = self._append(request_id, request.num_computed_tokens, chunk)
+            if done:
+                self.last_states[request_id] = self.streams[self.last][stop - 1]
+            (self.complete if done else self.partial)[request_id] = row
             start = stop
 
-    def _append(self, request_id: str, chunk: list[Any]) -> None:
+    def _append(self, request_id: str, num_computed: int, chunk: list[Any]) -> list[Any]:
         import torch
 
-        request = self.runner.requests[request_id]
-        if request.num_computed_tokens == 0:  # a first chunk, or a fresh start after preemption
-            row = chunk
-        else:
-            row = [torch.cat(pair) for pair in zip(self.partial[request_id], chunk, strict=True)]
-        if len(row[0]) != request.num_computed_tokens + len(chunk[0]):
-            raise RuntimeError(f"request {request_id}: captured tokens do not follow each other")
-        done = len(row[0]) >= request.num_prompt_tokens
-        self.partial.pop(request_id, None)
-        (self.complete if done else self.partial)[request_id] = row
+        before = self.partial.pop(request_id, None)
+        if num_computed == 0:  # a first chunk, or a fresh start after a preemption
+            return chunk
+        if before is None or any(len(layer) != num_computed for layer in before):
+            raise RuntimeError(f"request {request_id}: captured chunks do not follow each other")
+        return [torch.cat(pair) for pair in zip(before, chunk, strict=True)]
 
-    def take(self) -> dict[str, list[Any]]:
-        complete, self.complete = self.complete, {}
-        return complete
+    def take(self, tokens: dict[str, int]) -> dict[str, Any]:
+        """Completed rows by request id; one that fails against `tokens` is replaced by the reason.
+
+        `tokens` are those that vLLM sampled greedily after each row's last position.
+        """
+        rows: dict[str, Any] = self.complete
+        states, self.complete, self.last_states = self.last_states, {}, {}
+        if unsampled := rows.keys() - tokens.keys():
+            raise RuntimeError(f"vLLM sampled no token for {sorted(unsampled)}")
+        finite = {r: all(bool(layer.isfinite().all()) for layer in row) for r, row in rows.items()}
+        rows.update(self._contradictions(states, tokens) if states else {})
+        return {r: row if finite[r] else "NaN or infinity in its states" for r, row in rows.items()}
+
+    def _contradictions(self, states: dict[str, Any], tokens: dict[str, int]) -> dict[str, str]:
+        """Rows whose last state, through final norm and lm_head, gives another token."""
+        import torch
+
+        logits = self.runner.model.compute_logits(self.norm(torch.stack(list(states.values()))))
+        if logits is None:  # gathered on another rank
+            return {}
+        sampled = torch.tensor([tokens[request] for request in states], device=logits.device)
+        best, argmax = logits.float().max(dim=-1)
+        unit = torch.exp2(best.abs().clamp_min(1e-30).log2().floor() - 7)  # bf16: 8 bits
+        gaps = (best - logits.float().gather(1, sampled[:, None])[:, 0]) / unit
+        return {
+            request: f"its last state gives token {theirs}, vLLM sampled {tokens[request]}; the "
+            f"logits differ by {gap:.0f} units in the last place"
+            for request, theirs, gap in zip(states, argmax.tolist(), gaps.tolist(), strict=True)
+            if not gap <= MAX_GAP
+        }
 
 
 @patch.replace("HiddenStatesWorkerExtension._setup_hidden_states_capture")
 def setup(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def _setup_hidden_states_capture(self: Any, layer_ids: list[int]) -> str:
-        store = module.get_tp_group().rank_in_group == 0
-        self._capture = LayerCapture(self.model_runner, layer_ids, store=store)
+        keep = module.get_tp_group().rank_in_group == 0
+        self._capture = LayerCapture(self.model_runner, layer_ids, keep=keep)
         return "extract/capture"
 
     return _setup_hidden_states_capture
@@ -154,16 +190,16 @@ def setup(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
 @patch.replace("HiddenStatesWorkerExtension._reset_capture")
 def reset(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def _reset_capture(self: Any) -> None:
-        self._capture.partial, self._capture.complete = {}, {}
+        capture = self._capture
+        capture.partial, capture.complete, capture.last_states = {}, {}, {}
 
     return _reset_capture
 
 
 @patch.replace("HiddenStatesWorkerExtension._get_captured_states")
 def get(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
-    def _get_captured_states(self: Any) -> dict[str, list[Any]]:
-        """Rows whose prefill is complete: request id -> one bf16 tensor [tokens, hidden] a layer."""
-        taken: dict[str, list[Any]] = self._capture.take()
-        return taken
+    def _get_captured_states(self: Any, tokens: dict[str, int]) -> dict[str, Any]:
+        rows: dict[str, Any] = self._capture.take(tokens)
+        return rows
 
     return _get_captured_states

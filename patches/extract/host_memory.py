@@ -4,7 +4,7 @@ Symptom  RuntimeError or AssertionError from torch.cuda.mem_get_info() on a mach
 Cause    The generator asks the driver's device 0 how much memory is free, on every platform.
 Fix      Without a CUDA device the generator's name `torch` becomes a view of torch whose
          `cuda.mem_get_info` answers with the host's available and total memory, in bytes.
-Remove when speculators asks vLLM's platform for the memory.
+Remove when speculators 0.3 is no longer supported (for 0.4 see extract/mem-get-info).
 """
 
 from types import ModuleType

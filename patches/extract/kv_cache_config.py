@@ -6,7 +6,7 @@ Cause    The argument went away in vLLM 0.12.0. On a CPU the memory that a user 
          (half of the host's memory when nothing is set); the generator does not ask for it.
 Fix      Arguments that the installed function does not know are dropped; on a CPU the memory is
          capped by vLLM's limit.
-Remove when speculators 0.3 is no longer supported.
+Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, parameters
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.4", "vllm": ">=0.12"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.12"},
     upstream="vllm-project/speculators#225",
 )
 

@@ -4,13 +4,15 @@ Symptom  TypeError: Scheduler.__init__() missing 1 required positional argument:
          Silent: with more tokens in a call than the scheduler's budget (8,192), hidden states come
          back that belong to other rows, and the last rows come back short.
 Cause    `block_size` is required since vLLM 0.11.2. Since then chunked prefill is on as well, and
-         the generator aborts every request of a step after that step, also one of which only a
-         chunk was computed (vllm-project/speculators#279). Its last, empty `schedule()` swallows
-         the ids of finished requests, so that workers never forget those rows.
+         the generator of 0.3 aborts every request of a step after that step, also one of which
+         only a chunk was computed (vllm-project/speculators#279). That of 0.4 aborts none before
+         the end, so that after 32 rows (the limit on sequences) no further one is scheduled:
+         RuntimeError: Request req_0_32 not found in captured states. The last, empty `schedule()`
+         swallows the ids of finished requests, so that workers never forget those rows.
 Fix      The generator's name `Scheduler` becomes a subclass: it takes the block size from the KV
-         cache groups, finishes only requests whose prompt is computed, and keeps the finished ids
-         of an empty step for the next one.
-Remove when speculators 0.3 is no longer supported.
+         cache groups, finishes a request once its prompt is computed and not before, and keeps the
+         finished ids of an empty step for the next one.
+Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
 """
 
 from collections.abc import Iterable
@@ -21,7 +23,7 @@ from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.4", "vllm": ">=0.11.2"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.2"},
     upstream="vllm-project/speculators#279",
 )
 
@@ -42,6 +44,8 @@ def scheduler(original: type[Any], module: ModuleType) -> type[Any]:
             super().__init__(*args, kv_cache_config=kv_cache_config, **kwargs)
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            computed = [request.request_id for request in self.running]
+            self.finish_requests(computed, module.RequestStatus.FINISHED_ABORTED)
             output = super().schedule(*args, **kwargs)
             if output.total_num_scheduled_tokens == 0:
                 self.finished_req_ids |= output.finished_req_ids

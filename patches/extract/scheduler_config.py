@@ -5,8 +5,8 @@ Cause    vLLM made the field a required init variable (vllm-project/vllm#29859, 
          `async_scheduling` turns itself on when it is left open (first in 0.14.1), which is made
          for an engine loop that overlaps steps; the generator's loop takes one step at a time.
 Fix      The generator's name `SchedulerConfig` becomes a function that adds the two arguments
-         where the installed class knows them.
-Remove when speculators 0.3 is no longer supported.
+         where the installed class knows them and the caller does not give them (0.4 gives one).
+Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, parameters
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.4", "vllm": ">=0.12"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.12"},
     upstream="vllm-project/vllm#29859",
 )
 

@@ -26,8 +26,8 @@ def needed(module: ModuleType) -> Probe:
 @patch.replace("Trainer.__init__")
 def init(original: Callable[..., None], module: ModuleType) -> Callable[..., None]:
     @wraps(original)
-    def __init__(self: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def init_on_cpu(self: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         on_cpu = config._replace(local_rank=module.torch.device("cpu"))
         original(self, model, on_cpu, *args, **kwargs)
 
-    return __init__
+    return init_on_cpu

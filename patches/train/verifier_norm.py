@@ -4,7 +4,7 @@ Symptom  None: training reports a high accuracy (50.8 % at step 0 for SmolLM2-13
          next to nothing of what the head proposes (0.4 %).
 Cause    The last captured state is taken before the final norm, and 0.3.0 feeds it to the
          verifier's lm_head as it is (vllm-project/speculators#313, fixed in 0.4.0).
-Fix      The verifier's own norm module, with its class, epsilon and weight, runs before its lm_head.
+Fix      The verifier's own norm module, with its class, epsilon and weight, runs before lm_head.
 Remove when speculators 0.3 is no longer supported.
 """
 

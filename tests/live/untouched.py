@@ -45,7 +45,8 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         for key, value in after.items()
         if str(getattr(value, "__module__", "")).startswith(("spec_compat", "speculators"))
     ]
-    return sorted({key for key in after if after[key] is not before.get(key, after[key])} | set(ours))
+    other = [key for key, value in after.items() if value is not before.get(key, value)]
+    return sorted({*ours, *other})
 
 
 def changed_in_worker(worker: Any) -> list[str]:

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import tomllib
-
 import spec_compat
 
 ROOT = Path(__file__).parents[2]
@@ -35,19 +33,20 @@ def test_it_imports_nothing_heavy() -> None:
 
 
 def test_it_takes_less_than_50_ms(tmp_path: Path) -> None:
-    """The best of several runs, bytecode compiled, as after any installation."""
-    code = (
-        "import time; t = time.perf_counter(); import spec_compat; print(time.perf_counter() - t)"
-    )
+    """The best of several runs, in CPU time, with bytecode compiled as after any installation."""
+    code = "from time import process_time as t; s = t(); import spec_compat; print(t() - s)"
     seconds = [float(run(code, PYTHONPYCACHEPREFIX=str(tmp_path))) for _ in range(12)]
     assert min(seconds) < 0.050
 
 
 def test_it_installs_no_log_handler() -> None:
-    code = "import logging, spec_compat; print(logging.root.handlers, spec_compat.log.handlers)"
+    code = (
+        "import logging, spec_compat; spec_compat.arm()\n"
+        "print(logging.root.handlers, logging.getLogger('spec_compat').handlers)"
+    )
     assert run(code) == "[] []\n"
 
 
 def test_the_version_is_the_distribution_s() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert spec_compat.__version__ == project["version"]
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'\nversion = "{spec_compat.__version__}"\n' in project

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -211,7 +212,24 @@ def test_an_unknown_id_is_an_error_that_suggests(
         registry.plan(environment())
 
 
+FILES = sorted(Path(__file__).parents[2].joinpath("patches").glob("*/*.py"))
+
+
 def test_the_shipped_patches_are_all_accepted() -> None:
-    files = Path(__file__).parents[2].joinpath("patches").glob("*/*.py")
-    ids = {f"{f.parent.name}/{f.stem.replace('_', '-')}" for f in files if f.stem[0] != "_"}
+    shipped = {file.relative_to(file.parents[1]).with_suffix("") for file in FILES}
+    ids = {str(path).replace("_", "-") for path in shipped if not path.name.startswith("_")}
     assert {patch.id for patch in registry.patches()} == ids
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_a_shipped_patch_imports_the_patch_api_and_the_standard_library_alone(file: Path) -> None:
+    """At its top: a patch file is imported in every process, whether its target is there or not."""
+    names = set[str]()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add("." * node.level + (node.module or ""))
+    foreign = {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
+    beside = {name for name in foreign if name.startswith("._")}
+    assert foreign - beside <= {"spec_compat.patching"}

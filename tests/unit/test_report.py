@@ -86,7 +86,7 @@ def test_the_summary_is_one_line() -> None:
         outcome("extract/e", "failed"),
     ).summary() == (
         "spec_compat 0.1.0: vLLM 0.16.0, speculators 0.3.0: "
-        "2 applied, 1 not needed, 1 moved, 1 problem (driver)"
+        "2 applied, 1 not needed, 1 moved, 1 problems (driver)"
     )
     assert "vLLM not installed" in Report({"spec_compat": "0.1.0"}, ()).summary()
 
@@ -137,6 +137,21 @@ def test_a_process_writes_what_happened_in_it(world: World) -> None:
         "train/later": "armed",
     }
     assert merged.environment["vllm"] == "0.16.0"
+
+
+def test_arming_by_hand_is_arming_once(world: World) -> None:
+    """Looking for vLLM's release is not the import that arming waits for."""
+    world.patch()
+    world.run("import spec_compat; spec_compat.arm()", SPEC_COMPAT_REPORT_DIR=str(world.reports))
+    (file,) = world.reports.iterdir()
+    assert len(file.read_text().splitlines()) == 1
+
+
+def test_undo_before_anything_is_armed_holds(world: World) -> None:
+    world.patch()
+    code = "import spec_compat; spec_compat.undo()\nimport speculators.gen as gen\n"
+    got = world.run(code + "answer([states(), gen.Generator().run()])")
+    assert got == [{"extract/run": "undone"}, "original"]
 
 
 def test_a_report_directory_that_cannot_be_written_is_a_warning(world: World) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from spec_compat import versions
+from spec_compat import hooks, versions
 from spec_compat.errors import UserError
 
 SPECIFIERS = ["<0.16", ">=0.16,<0.17", ">=0.17"]
@@ -67,6 +67,7 @@ def test_ranges_that_meet_leave_no_hole_and_do_not_overlap(
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only entry of sys.path, empty at first."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(hooks._finder, "first", {})
     for name in versions.SOURCES:
         monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.delenv(f"SPEC_COMPAT_ASSUME_{name.upper()}", raising=False)

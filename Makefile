@@ -1,0 +1,27 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help setup demo test lint clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n "s|^\([a-z]*\):.*## |  \1: |p" $(MAKEFILE_LIST)
+
+setup: ## build .venv when it is missing or out of date
+	@$(PYTHON) scripts/bootstrap.py
+
+demo: setup ## run the whole pipeline on SmolLM2-135M-Instruct
+	@$(BIN)/python -m spec_compat.demo
+
+test: lint ## run lint and the whole test suite, live tests included
+	@$(BIN)/python -m pytest
+
+lint: setup ## check style, types and import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy patches scripts
+	$(BIN)/lint-imports
+
+clean: ## remove .venv, build outputs and caches; runs/ stays
+	rm -rf .venv build dist *.egg-info .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,116 @@
+"""`spec-compat doctor`: whether the pipeline can run here, and why not."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from spec_compat import __version__, registry, versions
+from spec_compat.registry import Planned
+from spec_compat.versions import Environment
+
+# Beside vllm and speculators, which the supported set names.
+NEEDED = ("torch", "transformers", "datasets", "safetensors", "numpy")
+PLUGINS = "VLLM_PLUGINS"
+
+
+def doctor(as_json: bool) -> int:
+    """Print the findings; 0 when the pipeline can run, else 1."""
+    environment = versions.detect()
+    planned = registry.plan(environment)
+    problems = find_problems(environment, planned)
+    if as_json:
+        print(json.dumps(_content(environment, planned, problems), indent=1))
+    else:
+        _print(environment, planned, problems)
+    return 1 if problems else 0
+
+
+def find_problems(environment: Environment, planned: tuple[Planned, ...]) -> list[str]:
+    """One line for each thing that keeps the pipeline from running."""
+    problems = versions.support().check(environment)
+    problems += [f"{name} is not installed" for name in NEEDED if not _is_there(name)]
+    problems += [
+        f"{item.patch.id} is required here, and is {item.reason}"
+        for item in planned
+        if item.patch.id in registry.disabled() and item.patch.severity == "required"
+    ]
+    problems += [f"{item.patch.id}: {item.reason}" for item in planned if item.undecided]
+    if not _entry_point_is_visible():
+        problems.append(
+            "vLLM's workers would not be patched: the entry point of spec-compat is not visible; "
+            "install it with pip into this environment"
+        )
+    return problems
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _entry_point_is_visible() -> bool:
+    return any(point.name == "spec_compat" for point in entry_points(group="vllm.general_plugins"))
+
+
+def _plugins() -> str:
+    value = os.environ.get(PLUGINS)
+    if value is None:
+        return "not set: all plugins are loaded"
+    if "spec_compat" in value.split(","):
+        return f"{value}: spec_compat is among them"
+    return f"{value}: the pipeline adds spec_compat; a vLLM started otherwise would not load it"
+
+
+def _content(
+    environment: Environment, planned: tuple[Planned, ...], problems: list[str]
+) -> dict[str, Any]:
+    return {
+        "spec_compat": __version__,
+        "releases": {
+            name: {
+                "version": str(release.version) if release.version else None,
+                "sources": dict(release.sources),
+                "disagrees": release.disagrees,
+            }
+            for name, release in environment.releases.items()
+        },
+        "patches": [
+            {"id": item.patch.id, "applies": item.applies, "reason": item.reason}
+            for item in planned
+        ],
+        PLUGINS: os.environ.get(PLUGINS),
+        "problems": problems,
+    }
+
+
+def _print(environment: Environment, planned: tuple[Planned, ...], problems: list[str]) -> None:
+    console = Console()
+    releases = Table("package", "release", "found in", title="Releases", title_justify="left")
+    for name, release in environment.releases.items():
+        sources = ", ".join(f"{source}: {raw}" for source, raw in release.sources.items())
+        note = " (they disagree; the first is taken)" if release.disagrees else ""
+        releases.add_row(name, str(release), sources + note)
+    console.print(releases)
+    patches = Table(
+        Column("patch", no_wrap=True), "applies", "why", title="Patches", title_justify="left"
+    )
+    for item in planned:
+        patches.add_row(item.patch.id, "yes" if item.applies else "no", item.reason)
+    console.print(patches)
+    supported = versions.support()
+    for name in ("vllm", "speculators"):
+        print(f"supported {name}: {', '.join(supported.releases(name))}")
+    print(f"{PLUGINS}: {_plugins()}")
+    print(f"entry point: {'visible' if _entry_point_is_visible() else 'not visible'} to vLLM")
+    for problem in problems:
+        print(f"problem: {problem}")
+    print("the pipeline can run" if not problems else "the pipeline cannot run")

@@ -1,0 +1,100 @@
+"""`run-pipeline` and the stages alone: from flags to a finished run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from spec_compat import versions
+from spec_compat.errors import UserError
+from spec_compat.pipeline import config, manifest, runner
+from spec_compat.pipeline import plan as plans
+from spec_compat.pipeline.display import Display, closing_tables, size
+from spec_compat.pipeline.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.plan import Plan
+
+PUBLIC_STAGES = tuple(stage for stage in STAGES if stage != "export")
+
+
+def pipeline(
+    flags: dict[str, Any], file: Path | None, first: str | None, last: str | None, dry_run: bool
+) -> None:
+    """Check everything that can be checked, then run. Raises UserError before anything is made."""
+    begin, end = _stage("--from", first), _stage("--to", last)
+    runner.selected(begin, end)
+    for problem in versions.support().check(versions.detect()):
+        raise UserError(problem)
+    options, console = _options(flags, file), Console()
+    with console.status("checking the verifier and the data"):
+        plan = plans.make(options)
+    if dry_run:
+        earlier = manifest.find(plan.config.output)
+        if earlier is not None:
+            manifest.refuse_another_run(earlier, plan, begin)
+        _print_plan(console, plan, runner.selected(begin, end))
+        return
+    with Display(console) as display:
+        finished = runner.run(plan, display, begin, end)
+    for table in closing_tables(finished):
+        console.print(table)
+    if "export" in runner.selected(begin, end):
+        _print_head(console, plan)
+
+
+def _options(flags: dict[str, Any], file: Path | None) -> config.RunConfig:
+    """Flags over the TOML file over the options of the run that the output directory holds."""
+    from_file = config.read_toml(file) if file else {}
+    output = flags.get("output", from_file.get("output"))
+    earlier = manifest.find(Path(output).expanduser()) if output else None
+    return config.load(flags, file, earlier.options if earlier else None)
+
+
+def _stage(option: str, name: str | None) -> Stage | None:
+    for stage in PUBLIC_STAGES:
+        if name == stage:
+            return stage
+    if name is None:
+        return None
+    raise UserError(f"{option} {name}: no such stage; there are {', '.join(PUBLIC_STAGES)}")
+
+
+def _print_plan(console: Console, plan: Plan, stages: tuple[Stage, ...]) -> None:
+    def line(name: str, text: object) -> None:
+        console.print(f"{name:<12} {text}", markup=False, highlight=False, soft_wrap=True)
+
+    options, verifier = plan.config, plan.verifier
+    line("stages", ", ".join(stages))
+    line("model", options.model)
+    line(
+        "",
+        f"{', '.join(verifier.architectures)}: {verifier.num_layers} layers, hidden size "
+        f"{verifier.hidden_size}, {verifier.vocab_size:,} tokens",
+    )
+    for dataset in plan.datasets:
+        check = plan.checks.get(dataset.name)
+        line("data", dataset.source)
+        if check is None:
+            line("", "to be downloaded; its rows are not known yet")
+            continue
+        rows = min(check.usable, options.max_samples or check.usable)
+        tokens = check.estimate_tokens(options.seq_length, options.max_samples)
+        line("", f"{check.usable:,} of {check.rows:,} rows are usable, {rows:,} are taken")
+        line(
+            "",
+            f"about {tokens:,} tokens, {size(tokens * verifier.bytes_per_token)} of hidden states; "
+            f"at most {rows * options.seq_length:,} tokens, "
+            f"{size(rows * options.seq_length * verifier.bytes_per_token)}",
+        )
+    line("layers", ", ".join(map(str, options.layer_ids)))
+    line("row", f"up to {options.seq_length:,} tokens, {verifier.bytes_per_token:,} bytes each")
+    line("draft", f"{options.draft_vocab_size:,} tokens, {options.num_layers} layer(s)")
+    line("training", f"{options.epochs} epochs, {options.ttt_steps} TTT steps, lr {options.lr:g}")
+    line("output", options.output)
+
+
+def _print_head(console: Console, plan: Plan) -> None:
+    head = Layout(plan.config.output).head
+    console.print(f"\nThe head is in {head}. To serve it:", highlight=False, soft_wrap=True)
+    console.print(f"  vllm serve {head}", markup=False, highlight=False, soft_wrap=True)

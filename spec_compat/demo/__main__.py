@@ -1,0 +1,79 @@
+"""Convert the verifier, let it answer the prompts, run the pipeline on the answers.
+
+python -m spec_compat.demo [--output DIR] [--epochs N] [any other option of run-pipeline]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from spec_compat.demo import answers, model
+from spec_compat.errors import UserError
+
+DRAFT_VOCAB = 4096
+SEQ_LENGTH = 512
+EPOCHS = 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m spec_compat.demo", description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, metavar="N")
+    options, others = parser.parse_known_args()
+    started = time.monotonic()
+
+    _say(f"verifier: {model.NAME}, converted once into {model.cache_root()}")
+    verifier = model.verifier()
+    _say(f"answers: {len(answers.prompts())} prompts, greedy, through vLLM; kept in the cache")
+    data = answers.conversations(verifier)
+    _say("pipeline: prepare, extract, map, train")
+    subprocess.run(_pipeline(verifier, data, options.output, options.epochs, others), check=True)
+
+    _say(f"done in {time.monotonic() - started:.0f} s")
+    print(serving(verifier, options.output.resolve() / "head"))
+    return 0
+
+
+def _pipeline(
+    verifier: Path, data: Path, output: Path, epochs: int, others: list[str]
+) -> list[str]:
+    options = {
+        "--model": verifier,
+        "--data": data,
+        "--output": output,
+        "--seq-length": SEQ_LENGTH,
+        "--draft-vocab-size": DRAFT_VOCAB,
+        "--epochs": epochs,
+    }
+    pairs = [str(word) for option in options.items() for word in option]
+    return [str(Path(sys.executable).with_name("spec-compat")), "run-pipeline", *pairs, *others]
+
+
+def serving(verifier: Path, head: Path) -> str:
+    """Where the head is, and the command that serves it."""
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    words = ["vllm", "serve", str(verifier), "--speculative-config", json.dumps(config)]
+    return (
+        f"\nThe draft head:  {head}\n"
+        f"Serve it with:   {shlex.join(words)}\n"
+        "                 (vLLM 0.16 speculates on GPUs only; its CPU build does from 0.32 on)"
+    )
+
+
+def _say(message: str) -> None:
+    print(f"[demo] {message}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)  # the step has said what was wrong

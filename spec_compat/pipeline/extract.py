@@ -1,0 +1,288 @@
+"""Hidden states of every row, by speculators' generator, each row checked before it is written."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import load_from_disk
+from speculators.data_generation.config_generator import DataGenerationConfig
+from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
+
+import spec_compat
+from spec_compat import registry, versions
+from spec_compat.errors import UserError
+from spec_compat.pipeline import atomic
+from spec_compat.pipeline.display import size
+from spec_compat.pipeline.manifest import digest_of
+from spec_compat.pipeline.plan import Dataset
+from spec_compat.pipeline.stage import Job, Result
+from spec_compat.report import IN_PLACE, Report
+
+LENGTHS = "sample_lengths.json"
+# Checksums as the rows are written: a run that is continued need not read all of them again.
+JOURNAL = "rows.sha256"
+# Beside the states, a row has 16 bytes a token of ids and mask, and a file has its frame.
+OVERHEAD = 1.05
+
+Row = dict[str, Any]
+
+
+def run(job: Job) -> Result:
+    """Write `gen/<dataset>/data_{i}.pt`; rows that are there already are kept.
+
+    A row is input_ids int64 [s], loss_mask int64 [s], hidden_states: four tensors [s, hidden] in
+    the verifier's dtype, by depth, taken after each layer and before the final norm.
+    """
+    spec_compat.require(stage="extract", scope="driver")
+    config = job.config
+    rows = {dataset.name: _load(job, dataset) for dataset in job.datasets}
+    stores = {name: Store(job.layout.rows(name), prepared) for name, prepared in rows.items()}
+    tokens = sum(len(ids) for prepared in rows.values() for ids, _mask in prepared)
+    missing = sum(len(store.missing()) for store in stores.values())
+    speed = 0.0
+    if missing or not all(store.complete for store in stores.values()):
+        job.events.doing("loading the verifier")
+        with _generator(job) as generator:
+            _check_workers(job)
+            _check_space(job, generator, stores)
+            begun, written = time.monotonic(), 0
+            job.events.doing("extracting", sum(map(len, rows.values())))
+            done = 0
+            for dataset in job.datasets:
+                store = stores[dataset.name]
+                for batch in store.batches(config.batch_size):
+                    if store.missing(batch):
+                        written += _extract(generator, store, batch)
+                    done += len(batch)
+                    job.events.progress(done, written)
+                store.finish(_data_config(job, generator, dataset, store))
+            speed = written / (time.monotonic() - begun)
+    outputs = {
+        job.layout.relative(store.directory / name): atomic.sha256(store.directory / name)
+        for store in stores.values()
+        for name in (atomic.CHECKSUMS, LENGTHS, "data_config.json")
+    }
+    counts = {
+        "rows": sum(map(len, rows.values())),
+        "rows_written": missing,
+        "tokens": tokens,
+        "tokens_per_second": round(speed, 1),
+        "layer_ids": list(config.layer_ids),
+    }
+    digest = digest_of({name: store.digest() for name, store in stores.items()})
+    return Result(digest, counts, outputs, sum(store.bytes() for store in stores.values()))
+
+
+class Prepared:
+    """The rows of one dataset: token ids and loss mask, both lists of the row's length."""
+
+    def __init__(self, directory: Path) -> None:
+        self._rows = load_from_disk(str(directory)).with_format(None)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[list[int], list[int]]:
+        row = self._rows[index]
+        return row["input_ids"], row["loss_mask"]
+
+    def __iter__(self) -> Iterator[tuple[list[int], list[int]]]:
+        for row in self._rows:
+            yield row["input_ids"], row["loss_mask"]
+
+
+class Store:
+    """The files of one dataset's rows, and their checksums as `sha256sum -c` reads them."""
+
+    def __init__(self, directory: Path, prepared: Prepared) -> None:
+        self.directory = directory
+        self.prepared = prepared
+        directory.mkdir(parents=True, exist_ok=True)
+        self._checksums = self._kept()
+
+    def path(self, index: int) -> Path:
+        return self.directory / f"data_{index}.pt"
+
+    def missing(self, indices: range | None = None) -> list[int]:
+        indices = range(len(self.prepared)) if indices is None else indices
+        return [index for index in indices if index not in self._checksums]
+
+    @property
+    def complete(self) -> bool:
+        return all(
+            (self.directory / name).is_file()
+            for name in (atomic.CHECKSUMS, LENGTHS, "data_config.json")
+        )
+
+    def batches(self, batch_size: int) -> Iterator[range]:
+        """The same batches in every run: a batch with a hole in it is computed as it was before."""
+        for start in range(0, len(self.prepared), batch_size):
+            yield range(start, min(start + batch_size, len(self.prepared)))
+
+    def write(self, index: int, row: Row) -> None:
+        buffer = io.BytesIO()
+        torch.save(row, buffer)
+        content = buffer.getbuffer()
+        with atomic.replacing(self.path(index)) as stream:
+            stream.write(content)
+        self._checksums[index] = hashlib.sha256(content).hexdigest()
+        with (self.directory / JOURNAL).open("a") as journal:
+            journal.write(self._line(index))
+
+    def finish(self, data_config: dict[str, Any]) -> None:
+        lengths = {str(index): len(ids) for index, (ids, _mask) in enumerate(self.prepared)}
+        atomic.write_text(self.directory / LENGTHS, json.dumps(lengths) + "\n")
+        atomic.write_text(
+            self.directory / "data_config.json", json.dumps(data_config, indent=2) + "\n"
+        )
+        lines = "".join(map(self._line, sorted(self._checksums)))
+        atomic.write_text(self.directory / atomic.CHECKSUMS, lines)
+        (self.directory / JOURNAL).unlink(missing_ok=True)
+
+    def digest(self) -> str:
+        return digest_of({str(index): digest for index, digest in self._checksums.items()})
+
+    def bytes(self) -> int:
+        return sum(self.path(index).stat().st_size for index in self._checksums)
+
+    def _line(self, index: int) -> str:
+        return f"{self._checksums[index]}  {self.path(index).name}\n"
+
+    def _kept(self) -> dict[int, str]:
+        """Rows of an earlier attempt that belong to the prepared rows of now."""
+        for part in self.directory.glob(".*.part"):
+            part.unlink()
+        known = {}
+        for name in (atomic.CHECKSUMS, JOURNAL):
+            known.update(atomic.checksums(self.directory / name))
+        kept = {}
+        for index, (ids, mask) in enumerate(self.prepared):
+            path = self.path(index)
+            if path.is_file():
+                row = torch.load(path, mmap=True, weights_only=True)
+                if row["input_ids"].tolist() == ids and row["loss_mask"].tolist() == mask:
+                    kept[index] = known.get(path.name) or atomic.sha256(path)
+        return kept
+
+
+def _load(job: Job, dataset: Dataset) -> Prepared:
+    return Prepared(job.layout.prepared(dataset.name))
+
+
+@contextmanager
+def _generator(job: Job) -> Iterator[Any]:
+    config = job.config
+    generator = VllmHiddenStatesGenerator(
+        model_path=config.model,
+        layer_ids=list(config.layer_ids),
+        # It keeps one token less than this of each row, to sample one.
+        max_model_len=config.seq_length + 1,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
+    try:
+        yield generator
+    finally:
+        generator.executor.shutdown()
+
+
+def _check_workers(job: Job) -> None:
+    """Every worker must have its required patches in place, or its rows may be wrong in silence."""
+    required = {
+        planned.patch.id
+        for planned in registry.plan(versions.detect())
+        if planned.applies
+        and planned.patch.stage == "extract"
+        and planned.patch.scope == "worker"
+        and planned.patch.severity == "required"
+    }
+    report = Report.merge(
+        os.environ.get("SPEC_COMPAT_REPORT_DIR", job.layout.patch_reports("extract"))
+    )
+    workers: dict[int, set[str]] = {}
+    for outcome in report.outcomes:
+        if outcome.role != "driver" and outcome.state in IN_PLACE:
+            workers.setdefault(outcome.pid, set()).add(outcome.id)
+    whole = [pid for pid, there in workers.items() if required <= there]
+    if required and len(whole) < job.config.tensor_parallel_size:
+        raise UserError(
+            f"{len(whole)} of {job.config.tensor_parallel_size} vLLM workers have the patches "
+            f"{', '.join(sorted(required))} in place; is spec_compat excluded by VLLM_PLUGINS?"
+        )
+
+
+def _check_space(job: Job, generator: Any, stores: dict[str, Store]) -> None:
+    hidden = generator.vllm_config.model_config.get_hidden_size()
+    itemsize = generator.vllm_config.model_config.dtype.itemsize
+    tokens = sum(len(s.prepared[index][0]) for s in stores.values() for index in s.missing())
+    needed = tokens * (4 * hidden * itemsize + 16) * OVERHEAD
+    free = shutil.disk_usage(job.layout.gen).free
+    if needed > free:
+        raise UserError(
+            f"--output {job.layout.root}: {tokens:,} tokens need {size(needed)}, "
+            f"{size(free)} are free"
+        )
+
+
+def _extract(generator: Any, store: Store, batch: range) -> int:
+    """Extract a batch, write the rows of it that are missing; returns the tokens processed."""
+    inputs = [store.prepared[index] for index in batch]
+    results = generator.generate([ids for ids, _mask in inputs])
+    if len(results) != len(batch):
+        raise RuntimeError(f"{len(results)} rows came back for {len(batch)}")
+    dtype = generator.vllm_config.model_config.dtype
+    layers = len(generator.layer_ids)
+    for index, (ids, mask), result in zip(batch, inputs, results, strict=True):
+        row = {
+            "input_ids": result["input_ids"],
+            "hidden_states": [state.clone() for state in result["hidden_states"]],
+            "loss_mask": torch.tensor(mask, dtype=torch.long),
+        }
+        fault = _fault(row, ids, layers, dtype)
+        if fault:
+            raise RuntimeError(f"{store.directory.name} row {index}: {fault}")
+        if store.missing(range(index, index + 1)):
+            store.write(index, row)
+    return sum(len(ids) for ids, _mask in inputs)
+
+
+def _fault(row: Row, ids: list[int], layers: int, dtype: torch.dtype) -> str:
+    """What is wrong with a row, empty when nothing is."""
+    states = row["hidden_states"]
+    if row["input_ids"].tolist() != ids:
+        return "other token ids came back"
+    if len(row["loss_mask"]) != len(ids):
+        return f"{len(ids)} tokens, but a loss mask of {len(row['loss_mask'])}"
+    if len(states) != layers:
+        return f"states of {len(states)} layers, not {layers}"
+    for layer, state in enumerate(states):
+        if state.dtype != dtype:
+            return f"states are {state.dtype}, the verifier is {dtype}"
+        if state.dim() != 2 or len(state) != len(ids):
+            return f"{len(ids)} tokens, but states of shape {tuple(state.shape)}"
+        if not torch.isfinite(state).all():
+            return f"the states of captured layer {layer} are not finite"
+    return ""
+
+
+def _data_config(job: Job, generator: Any, dataset: Dataset, store: Store) -> dict[str, Any]:
+    content: dict[str, Any] = DataGenerationConfig.from_generator(
+        generator=generator,
+        train_data_path=dataset.source,
+        seq_length=job.config.seq_length,
+        cache_dir=str(job.layout.prepared(dataset.name)),
+        num_samples=len(store.prepared),
+        max_samples=job.config.max_samples,
+        seed=job.config.seed,
+    ).to_dict()
+    return content

@@ -1,0 +1,86 @@
+"""The paths of a run directory; speculators' own names where it has them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Stage = Literal["prepare", "extract", "map", "train", "export"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a run keeps what; nothing is created by asking."""
+
+    root: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "manifest.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / ".lock"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line: every training step and every validation."""
+        return self.logs / "metrics.jsonl"
+
+    @property
+    def gen(self) -> Path:
+        return self.root / "gen"
+
+    @property
+    def vocab_mapping(self) -> Path:
+        return self.root / "vocab_mapping"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def head(self) -> Path:
+        return self.root / "head"
+
+    def prepared(self, dataset: str) -> Path:
+        """Token ids and loss masks of a dataset, as `Dataset.save_to_disk` writes them."""
+        return self.root / "prepared" / dataset
+
+    def rows(self, dataset: str) -> Path:
+        """The directory of a dataset's `data_{i}.pt`."""
+        return self.gen / dataset
+
+    def log(self, stage: Stage) -> Path:
+        return self.logs / f"{stage}.log"
+
+    def patch_reports(self, stage: Stage) -> Path:
+        """What every process of the stage reports about its patches."""
+        return self.logs / "patches" / stage
+
+    def outputs(self, stage: Stage) -> tuple[Path, ...]:
+        """All that a stage writes beside its logs."""
+        return {
+            "prepare": (self.root / "prepared",),
+            "extract": (self.gen,),
+            "map": (self.vocab_mapping,),
+            "train": (self.checkpoints, self.metrics),
+            "export": (self.head,),
+        }[stage]
+
+    def clear(self, stage: Stage) -> None:
+        for path in self.outputs(stage):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def relative(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()

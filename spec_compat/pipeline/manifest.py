@@ -1,0 +1,180 @@
+"""manifest.json: what a run is made from, what each stage did, and the proof of its patches."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ValidationError
+
+import spec_compat
+from spec_compat.errors import UserError
+from spec_compat.pipeline import atomic
+from spec_compat.pipeline.config import flag, options_of, stage_of
+from spec_compat.pipeline.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.plan import Plan
+
+SCHEMA = 1
+# Compared by content, not by where they lie.
+BY_CONTENT = ("model", "data")
+
+
+class StageRecord(BaseModel):
+    """One stage of a run.
+
+    `inputs` is a digest of all that the stage depends on, `digest` one of what it made. `outputs`
+    maps files, relative to the run directory, to their SHA-256. `patches` has the outcome of every
+    patch in every process of the stage. `seconds` is wall time; `finished` is None until it is.
+    """
+
+    inputs: str
+    started: str
+    finished: str | None = None
+    seconds: float = 0.0
+    bytes: int = 0
+    digest: str = ""
+    counts: dict[str, Any] = {}
+    outputs: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    patches: list[dict[str, Any]] = []
+
+
+class Manifest(BaseModel):
+    """The state of a run directory."""
+
+    schema_version: int = SCHEMA
+    spec_compat: str
+    created: str
+    options: dict[str, Any]
+    sources: dict[str, str]
+    stages: dict[Stage, StageRecord] = {}
+
+    def save(self, layout: Layout) -> None:
+        atomic.write_text(layout.manifest, self.model_dump_json(indent=1) + "\n")
+
+
+class Difference(NamedTuple):
+    """An option in which a plan departs from the run that the output directory holds."""
+
+    option: str
+    stage: Stage
+    old: Any
+    new: Any
+
+
+def begin(plan: Plan) -> Manifest:
+    return Manifest(
+        spec_compat=spec_compat.__version__,
+        created=now(),
+        options=plan.config.model_dump(mode="json"),
+        sources=plan.sources,
+    )
+
+
+def find(output: Path) -> Manifest | None:
+    """The manifest in an output directory, None where nothing is yet.
+
+    Raises UserError when the directory holds something else, or cannot be written.
+    """
+    file = Layout(output).manifest
+    if file.is_file():
+        try:
+            manifest = Manifest.model_validate_json(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ValidationError):
+            raise UserError(f"{file}: not the manifest of a run") from None
+        if manifest.schema_version != SCHEMA:
+            raise UserError(f"{file}: written by spec-compat {manifest.spec_compat}, not readable")
+        return manifest
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output}: this is a file")
+    if output.is_dir() and any(path.name != ".lock" for path in output.iterdir()):
+        raise UserError(f"--output {output}: not empty, and not the directory of a run")
+    parent = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"--output {output}: {parent} cannot be written")
+    return None
+
+
+def differences(manifest: Manifest, plan: Plan) -> list[Difference]:
+    """Where the plan would give other results than the run, in the order of the stages."""
+    found = [
+        Difference(name, "prepare", manifest.sources.get(name), plan.sources.get(name))
+        for name in dict.fromkeys((*manifest.sources, *plan.sources))
+        if manifest.sources.get(name) != plan.sources.get(name)
+    ]
+    for name, new in plan.config.model_dump(mode="json").items():
+        stage, old = stage_of(name), manifest.options.get(name)
+        if name in BY_CONTENT:
+            if found and old != new:
+                # The paths say more than the digests do.
+                found.insert(0, Difference(name, "prepare", old, new))
+        elif stage is not None and old != new:
+            found.append(Difference(name, stage, old, new))
+    return sorted(found, key=lambda difference: STAGES.index(difference.stage))
+
+
+def refuse_another_run(manifest: Manifest, plan: Plan, first: Stage | None) -> None:
+    """Raise UserError unless the plan continues the run, or redoes it from the stage asked for."""
+    for difference in differences(manifest, plan):
+        if first is not None and STAGES.index(first) <= STAGES.index(difference.stage):
+            continue
+        raise UserError(
+            f"--output {plan.config.output}: belongs to another run, whose {_describe(difference)};"
+            f" choose another directory, or redo this one with --from {_public(difference.stage)}"
+        )
+
+
+def inputs(manifest: Manifest, plan: Plan, stage: Stage) -> str:
+    """Digest of all that the stage's result depends on; the stages before it have finished."""
+    earlier = STAGES[: STAGES.index(stage)]
+    options = options_of(plan.config, stage)
+    content = {
+        "sources": plan.sources,
+        "options": {name: value for name, value in options.items() if name not in BY_CONTENT},
+        "earlier": {name: manifest.stages[name].digest for name in earlier},
+    }
+    return digest_of(content)
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+@contextmanager
+def locked(layout: Layout) -> Iterator[None]:
+    """Hold the run directory, created if need be. Raises UserError when another process does."""
+    layout.root.mkdir(parents=True, exist_ok=True)
+    with layout.lock.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"--output {layout.root}: another process works on this run") from None
+        yield
+
+
+def _describe(difference: Difference) -> str:
+    option, _, old, new = difference
+    if option == "model":
+        return f"--model is {old}, not {new}" if "/" in str(old) else "--model has other weights"
+    if option.startswith("data "):
+        return f"--data {option.removeprefix('data ')} has other content"
+    return f"{flag(option)} is {_written(old)}, not {_written(new)}"
+
+
+def _written(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _public(stage: Stage) -> Stage:
+    return "train" if stage == "export" else stage

@@ -1,0 +1,107 @@
+"""A run with every question answered: options filled in, verifier and data looked at."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from spec_compat.errors import UserError
+from spec_compat.pipeline import conversations, verifier
+from spec_compat.pipeline.config import DRAFT_VOCAB_SIZE, SEQ_LENGTH, ResolvedConfig, RunConfig
+from spec_compat.pipeline.conversations import FileCheck
+from spec_compat.pipeline.verifier import Verifier
+
+PRESETS = ("sharegpt", "ultrachat", "open-perfectblend")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One --data: a local file, or one of the presets; `name` is its directory in the run."""
+
+    name: str
+    source: str
+
+    @property
+    def is_local(self) -> bool:
+        return self.source not in PRESETS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be run; `checks` has an entry for every local file."""
+
+    config: ResolvedConfig
+    verifier: Verifier
+    datasets: tuple[Dataset, ...]
+    checks: dict[str, FileCheck]
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """What the run is made from: digests of the model and of each local file."""
+        digests = {f"data {d.name}": d.source for d in self.datasets if not d.is_local}
+        digests |= {f"data {name}": check.sha256 for name, check in self.checks.items()}
+        return {"model": self.verifier.fingerprint, **digests}
+
+
+def make(config: RunConfig) -> Plan:
+    """Look at the verifier and the data, and fill in the options. Raises UserError."""
+    geometry = verifier.read(config.model, config.trust_remote_code)
+    directory = Path(config.model).expanduser()
+    model = str(directory.resolve()) if directory.is_dir() else config.model
+    layer_ids = config.layer_ids or geometry.default_layer_ids
+    verifier.check_layer_ids(layer_ids, geometry.num_layers)
+    draft_vocab_size = config.draft_vocab_size or min(DRAFT_VOCAB_SIZE, geometry.vocab_size)
+    if draft_vocab_size > geometry.vocab_size:
+        raise UserError(
+            f"--draft-vocab-size {draft_vocab_size}: the verifier has only "
+            f"{geometry.vocab_size} tokens"
+        )
+    resolved = ResolvedConfig.model_validate(
+        {
+            **config.model_dump(),
+            "model": model,
+            "data": tuple(_source(data) for data in config.data),
+            "output": config.output.expanduser().resolve(),
+            "seq_length": _fit(config.seq_length, geometry.max_length),
+            "layer_ids": layer_ids,
+            "draft_vocab_size": draft_vocab_size,
+        }
+    )
+    datasets = name_datasets(resolved.data)
+    checks = {d.name: conversations.check(Path(d.source)) for d in datasets if d.is_local}
+    return Plan(resolved, geometry, datasets, checks)
+
+
+def name_datasets(sources: tuple[str, ...]) -> tuple[Dataset, ...]:
+    """A directory name for each source: the file's stem, with a number where two are alike."""
+    datasets: list[Dataset] = []
+    for source in sources:
+        stem = source if source in PRESETS else re.sub(r"[^\w.-]+", "_", Path(source).stem)
+        taken = {dataset.name for dataset in datasets}
+        name, number = stem, 1
+        while name in taken:
+            number += 1
+            name = f"{stem}-{number}"
+        datasets.append(Dataset(name, source))
+    return tuple(datasets)
+
+
+def _source(data: str) -> str:
+    if data in PRESETS:
+        return data
+    path = Path(data).expanduser()
+    if path.suffix not in conversations.SUFFIXES:
+        raise UserError(f"--data {data}: neither a .json or .jsonl file nor {', '.join(PRESETS)}")
+    if not path.is_file():
+        raise UserError(f"--data {data}: no such file")
+    return str(path.resolve())
+
+
+def _fit(seq_length: int | None, max_length: int | None) -> int:
+    """The longest row that fits: the generator samples one token more than it is given."""
+    if max_length is None:
+        return seq_length or SEQ_LENGTH
+    if seq_length is not None and seq_length > max_length:
+        raise UserError(f"--seq-length {seq_length}: the verifier takes {max_length} tokens")
+    return min(seq_length or SEQ_LENGTH, max_length - 1)

@@ -1,0 +1,167 @@
+"""Conversations to token ids and loss masks, with speculators' own preprocessing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets as hf
+import numpy as np
+import tqdm.std  # type: ignore[import-untyped]
+from speculators.data_generation.configs import DATASET_CONFIGS, DatasetConfig
+from speculators.data_generation.preprocessing import load_and_preprocess_dataset
+
+import spec_compat
+from spec_compat.errors import UserError
+from spec_compat.pipeline import atomic, conversations
+from spec_compat.pipeline.events import Events
+from spec_compat.pipeline.manifest import digest_of
+from spec_compat.pipeline.plan import Dataset
+from spec_compat.pipeline.stage import Job, Result
+
+# Fewer rows than this are tokenized sooner by one process than by several that must be started.
+ROWS_PER_PROCESS = 2000
+BATCH = 1000
+# Rows of this dataset have `conversations` already.
+DATASET_CONFIGS.setdefault(
+    "open-perfectblend",
+    DatasetConfig("open-perfectblend", "mlabonne/open-perfectblend", "train"),
+)
+
+
+def run(job: Job) -> Result:
+    """Write `prepared/<dataset>/`: columns input_ids and loss_mask, int64 of equal length a row."""
+    spec_compat.require(stage="prepare", scope="driver")
+    random.seed(job.config.seed)
+    counts: Counter[str] = Counter()
+    digests: dict[str, str] = {}
+    outputs: dict[str, str] = {}
+    size = 0
+    for dataset in job.datasets:
+        with atomic.replacing_directory(job.layout.prepared(dataset.name)) as directory:
+            found, digests[dataset.name] = _prepare(job, dataset, directory)
+        counts.update(found)
+        for file in sorted(job.layout.prepared(dataset.name).iterdir()):
+            outputs[job.layout.relative(file)] = atomic.sha256(file)
+            size += file.stat().st_size
+    return Result(digest_of(digests), dict(counts), outputs, size)
+
+
+def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str], str]:
+    config, events = job.config, job.events
+    # A cache of this run alone: a shared one would answer for a file that has changed since.
+    scratch = job.layout.root / "prepared" / f".cache-{dataset.name}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    counts: Counter[str] = Counter()
+    source, workers = dataset.source, config.num_preprocessing_workers or min(8, _cpus())
+    if dataset.is_local:
+        source = str(scratch / f"{dataset.name}.jsonl")
+        events.doing(f"reading {dataset.name}")
+        counts = _write_conversations(Path(dataset.source), Path(source), events)
+        workers = min(workers, 1 + counts["conversations"] // ROWS_PER_PROCESS)
+    events.doing(f"tokenizing {dataset.name}")
+    try:
+        with _bars_as(events, dataset.name):
+            rows, _tokenizer = load_and_preprocess_dataset(
+                target_model_path=config.model,
+                train_data_path=source,
+                seq_length=config.seq_length,
+                build_dataset_num_proc=workers,
+                seed=config.seed,
+                max_samples=config.max_samples,
+                token_freq_path=str(directory / "token_freq.pt"),
+                cache_dir=str(config.hf_cache_dir or scratch / "hf"),
+                assistant_pattern=config.assistant_pattern,
+                turn_dropout=config.turn_dropout,
+            )
+    except (ValueError, IndexError) as error:
+        raise UserError(f"{dataset.source}: cannot be prepared: {error}") from error
+    usable = rows.with_format("numpy").filter(_has_target, input_columns="loss_mask")
+    if not len(usable):
+        raise UserError(
+            f"{dataset.source}: none of {len(rows)} rows has a token to train on within "
+            f"{config.seq_length} tokens"
+        )
+    counts["untrainable"] = len(rows) - len(usable)
+    counts["dropped"] += counts["untrainable"]
+    if counts["untrainable"]:
+        events.note(
+            f"{dataset.name}: {counts['untrainable']} of {len(rows)} rows have no token to train "
+            "on and were dropped"
+        )
+    digest = _measure(usable, counts)
+    usable.with_format("torch").save_to_disk(directory)
+    shutil.rmtree(scratch)
+    return counts, digest
+
+
+def _write_conversations(source: Path, target: Path, events: Events) -> Counter[str]:
+    """Write what speculators reads: one list of `conversations` a row."""
+    counts: Counter[str] = Counter()
+    with target.open("w", encoding="utf-8") as stream:
+        for record in conversations.records(source):
+            try:
+                turns = conversations.turns(record)
+            except conversations.UnusableError:
+                counts["dropped"] += 1
+                continue
+            counts["conversations"] += 1
+            counts["skipped_turns"] += sum(t["from"] not in conversations.ROLES for t in turns)
+            stream.write(json.dumps({"conversations": turns}, ensure_ascii=False) + "\n")
+    if counts["dropped"]:
+        events.note(f"{source}: {counts['dropped']} rows are no conversation and were dropped")
+    if counts["skipped_turns"]:
+        events.note(
+            f"{source}: {counts['skipped_turns']} turns have a role that speculators does not "
+            "read and are left out"
+        )
+    return counts
+
+
+def _has_target(loss_mask: np.ndarray[Any, Any]) -> bool:
+    """The first token is nobody's target: nothing comes before it."""
+    return bool(loss_mask[1:].any())
+
+
+def _measure(rows: hf.Dataset, counts: Counter[str]) -> str:
+    """Count rows and tokens; the digest is over ids and masks, not over how Arrow stores them."""
+    digest = hashlib.sha256()
+    for batch in rows.with_format("numpy").iter(batch_size=BATCH):
+        for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
+            counts["rows"] += 1
+            counts["tokens"] += len(ids)
+            counts["trainable_tokens"] += int(mask.sum())
+            digest.update(len(ids).to_bytes(8, "little"))
+            digest.update(np.ascontiguousarray(ids, np.int64).tobytes())
+            digest.update(np.ascontiguousarray(mask, np.int64).tobytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _bars_as(events: Events, name: str) -> Iterator[None]:
+    """Show the bars that datasets and speculators draw with tqdm as progress of the stage."""
+    original = tqdm.std.tqdm.display
+
+    def display(bar: Any, *args: Any, **kwargs: Any) -> None:
+        if bar.n == 0 or bar.total is None:
+            events.doing(f"{bar.desc or 'preparing'} ({name})", bar.total)
+        events.progress(bar.n)
+
+    tqdm.std.tqdm.display = display
+    try:
+        yield
+    finally:
+        tqdm.std.tqdm.display = original
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,237 @@
+"""Runs the stages of a plan, each in a process group of its own, and keeps the manifest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from types import FrameType
+from typing import Any
+
+from spec_compat.errors import SpecCompatError, UserError
+from spec_compat.pipeline import atomic
+from spec_compat.pipeline import manifest as manifests
+from spec_compat.pipeline.display import Display
+from spec_compat.pipeline.events import Event, channel
+from spec_compat.pipeline.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.manifest import Manifest, StageRecord
+from spec_compat.pipeline.plan import Plan
+from spec_compat.report import Report
+
+# Set for every stage unless the user has set them.
+ENVIRONMENT = {
+    # vLLM's workers must not inherit the driver's CUDA context and threads.
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # A file in the current directory must not stand in for a module of the same name.
+    "PYTHONSAFEPATH": "1",
+}
+GRACE_SECONDS = 15.0
+
+
+class StageFailed(SpecCompatError):  # noqa: N818
+    """A stage crashed; the message is one line with the cause and the log."""
+
+
+def selected(first: Stage | None, last: Stage | None) -> tuple[Stage, ...]:
+    """The stages from `first` to `last`; export always follows train. Raises UserError."""
+    start = STAGES.index(first or "prepare")
+    end = STAGES.index("export" if last in (None, "train") else last)
+    if start > end:
+        raise UserError(f"--from {first} comes after --to {last}")
+    return STAGES[start : end + 1]
+
+
+def run(
+    plan: Plan, display: Display, first: Stage | None = None, last: Stage | None = None
+) -> Manifest:
+    """Run the stages that are not done yet and return the manifest.
+
+    Raises UserError for what the user can mend, StageFailed for a crash, KeyboardInterrupt when
+    stopped; in each case no process of the run is left and the run can be continued.
+    """
+    layout = Layout(plan.config.output)
+    earlier = manifests.find(layout.root)
+    stages = selected(first, last)
+    if earlier is not None:
+        manifests.refuse_another_run(earlier, plan, first)
+    for stage in STAGES[: STAGES.index(stages[0])]:
+        if earlier is None or not _finished(stage, plan, earlier, layout):
+            raise UserError(f"--output {layout.root}: {stage} has not been done yet")
+    with manifests.locked(layout), _interruptible():
+        manifest = earlier or manifests.begin(plan)
+        manifest.options = plan.config.model_dump(mode="json")
+        manifest.sources = plan.sources
+        manifest.save(layout)
+        for stage in stages:
+            _run_stage(stage, plan, manifest, layout, display)
+    return manifest
+
+
+def _finished(stage: Stage, plan: Plan, manifest: Manifest, layout: Layout) -> bool:
+    """Whether the stage is done with these inputs, and what it made is still there."""
+    record = manifest.stages.get(stage)
+    return (
+        record is not None
+        and record.finished is not None
+        and record.inputs == manifests.inputs(manifest, plan, stage)
+        and all(atomic.is_there(layout.root / name) for name in record.outputs)
+    )
+
+
+def _run_stage(
+    stage: Stage, plan: Plan, manifest: Manifest, layout: Layout, display: Display
+) -> None:
+    if _finished(stage, plan, manifest, layout):
+        display.skipped(stage)
+        return
+    inputs = manifests.inputs(manifest, plan, stage)
+    before = manifest.stages.get(stage)
+    if before is None or before.inputs != inputs:
+        layout.clear(stage)
+    record = StageRecord(inputs=inputs, started=manifests.now())
+    manifest.stages[stage] = record
+    manifest.save(layout)
+    display.start(stage)
+    begun = time.monotonic()
+    for name, value in _process(stage, plan, layout, display).items():
+        setattr(record, name, value)
+    report = Report.merge(layout.patch_reports(stage))
+    record.environment = report.environment
+    record.patches = [asdict(outcome) for outcome in report.outcomes]
+    record.seconds = round(time.monotonic() - begun, 3)
+    record.finished = manifests.now()
+    if before is None or before.digest != record.digest:
+        for later in STAGES[STAGES.index(stage) + 1 :]:
+            if later in manifest.stages:
+                manifest.stages[later].finished = None
+    manifest.save(layout)
+    display.done(stage, record)
+
+
+def _process(stage: Stage, plan: Plan, layout: Layout, display: Display) -> dict[str, Any]:
+    """Run one stage's process to its end and return the record that it sent."""
+    reports = layout.patch_reports(stage)
+    shutil.rmtree(reports, ignore_errors=True)
+    reports.mkdir(parents=True)
+    record: dict[str, Any] = {}
+    failures: list[Event] = []
+
+    def receive(event: Event) -> None:
+        if event["event"] == "result":
+            record.update(event["record"])
+        elif event["event"] == "failed":
+            failures.append(event)
+        else:
+            display.event(event)
+
+    with channel() as events, layout.log(stage).open("ab") as log:
+        log.write(f"---- {manifests.now()} {stage}\n".encode())
+        log.flush()
+        command = [*_launcher(stage, plan), stage, "--run", str(layout.root)]
+        process = subprocess.Popen(
+            [*command, "--events", str(events.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(os.environ, reports=str(reports)),
+            start_new_session=True,
+        )
+        with _ended(process):
+            while process.poll() is None:
+                _forward(events.receive(0.2), receive)
+            _forward(events.receive(0), receive)
+    if process.returncode == 0 and record:
+        return record
+    raise _failure(stage, failures, process.returncode, layout)
+
+
+def _launcher(stage: Stage, plan: Plan) -> list[str]:
+    module = ["-m", "spec_compat.pipeline.stage"]
+    gpus = plan.config.train_gpus or (_visible_gpus() if stage == "train" else 0)
+    if stage == "train" and gpus > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+        return [sys.executable, *torchrun, *module]
+    return [sys.executable, *module]
+
+
+def _environment(own: Mapping[str, str], reports: str) -> dict[str, str]:
+    environment = {**ENVIRONMENT, **own, "SPEC_COMPAT_REPORT_DIR": reports}
+    plugins = environment.get("VLLM_PLUGINS")
+    if plugins is not None and "spec_compat" not in plugins.split(","):
+        environment["VLLM_PLUGINS"] = ",".join(filter(None, [plugins, "spec_compat"]))
+    return environment
+
+
+def _visible_gpus() -> int:
+    """The number of GPUs, without starting CUDA in this process."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if devices is not None:
+        return len([device for device in devices.split(",") if device.strip() not in ("", "-1")])
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    listing = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def _forward(events: Iterator[Event], receive: Callable[[Event], None]) -> None:
+    for event in events:
+        receive(event)
+
+
+def _failure(
+    stage: Stage, failures: list[Event], returncode: int, layout: Layout
+) -> SpecCompatError:
+    # With several ranks the first to fail is the cause, the others follow it.
+    failure = failures[0] if failures else None
+    if failure is not None and failure["kind"] == "user":
+        return UserError(failure["text"])
+    if failure is not None:
+        cause = failure["text"]
+    elif returncode < 0:
+        cause = f"killed by {signal.Signals(-returncode).name}"
+    else:
+        cause = f"ended with exit code {returncode}"
+    return StageFailed(f"{stage}: {cause}; the log is {layout.log(stage)}")
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Leave no process of the group behind, whatever happens."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            _signal_group(process, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

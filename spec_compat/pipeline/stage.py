@@ -1,0 +1,103 @@
+"""The entry point of a stage's process: `python -m spec_compat.pipeline.stage STAGE --run DIR`.
+
+Importing this module imports spec_compat, so the patches are armed before anything they wait for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spec_compat.errors import UserError
+from spec_compat.pipeline.config import ResolvedConfig
+from spec_compat.pipeline.events import Events
+from spec_compat.pipeline.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.manifest import Manifest
+from spec_compat.pipeline.plan import Dataset, name_datasets
+
+MODULES: dict[Stage, str] = {
+    "prepare": "prepare",
+    "extract": "extract",
+    "map": "mapping",
+    "train": "train",
+    "export": "export",
+}
+
+LOG_FORMAT = "%(asctime)s %(name)s: %(message)s"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a stage is given."""
+
+    config: ResolvedConfig
+    layout: Layout
+    datasets: tuple[Dataset, ...]
+    manifest: Manifest
+    events: Events
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a stage hands back: see StageRecord for the fields."""
+
+    digest: str
+    counts: dict[str, Any]
+    outputs: dict[str, str]
+    bytes: int = field(default=0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one stage; exit code 0, 1 for a crash, 2 for what the user can mend."""
+    parser = argparse.ArgumentParser(prog="python -m spec_compat.pipeline.stage")
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--events", type=Path)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
+    events = Events(options.events)
+    try:
+        result = _function(options.stage)(_job(options.run, events))
+    except UserError as error:
+        traceback.print_exc()
+        events.failed("user", str(error))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        events.failed("crash", _one_line(error))
+        return 1
+    if int(os.environ.get("RANK", "0")) == 0:
+        events.result(
+            digest=result.digest, counts=result.counts, outputs=result.outputs, bytes=result.bytes
+        )
+    return 0
+
+
+def _function(stage: Stage) -> Callable[[Job], Result]:
+    module = importlib.import_module(f"spec_compat.pipeline.{MODULES[stage]}")
+    run: Callable[[Job], Result] = module.run
+    return run
+
+
+def _job(run: Path, events: Events) -> Job:
+    layout = Layout(run.resolve())
+    manifest = Manifest.model_validate_json(layout.manifest.read_text(encoding="utf-8"))
+    config = ResolvedConfig.model_validate(manifest.options)
+    return Job(config, layout, name_datasets(config.data), manifest, events)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

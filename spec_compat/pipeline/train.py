@@ -1,0 +1,325 @@
+"""Trains the draft head with speculators' trainer on the rows of all datasets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import shutil
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
+from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
+from speculators.train.noise_transforms import AddUniformNoise
+from speculators.train.trainer import Trainer, TrainerConfig
+from speculators.train.utils import maybe_destroy_distributed, maybe_setup_distributed
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, LlamaConfig
+
+import spec_compat
+from spec_compat.errors import UserError
+from spec_compat.pipeline import atomic
+from spec_compat.pipeline.config import MASK_BLOCK
+from spec_compat.pipeline.events import Events
+from spec_compat.pipeline.extract import LENGTHS
+from spec_compat.pipeline.layout import Layout
+from spec_compat.pipeline.manifest import digest_of
+from spec_compat.pipeline.stage import Job, Result
+
+# Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
+BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
+STEPS_PER_EPOCH = 8
+PREFETCH_FACTOR = 4
+CHECKPOINT_FILES = ("config.json", "model.safetensors", "optimizer_state_dict.pt")
+SCHEDULER_FILE = "scheduler_state_dict.pt"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Files of one half of the split, with their lengths in tokens."""
+
+    files: list[Path]
+    lengths: list[int]
+
+
+def run(job: Job) -> Result:
+    """Write `checkpoints/<epoch>/`; goes on after the last epoch that is whole."""
+    spec_compat.require(stage="train", scope="driver")
+    job.events.doing("loading the draft head")
+    local_rank, world_size, rank, is_distributed = maybe_setup_distributed()
+    try:
+        return _train(job, local_rank, world_size, rank, is_distributed)
+    finally:
+        maybe_destroy_distributed()
+
+
+def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed: bool) -> Result:
+    config, layout = job.config, job.layout
+    train, validation = split(job, world_size)
+    total_seq_len = config.total_seq_len or batch_tokens(train.lengths)
+    first_epoch = _drop_unfinished(layout.checkpoints) if rank == 0 else 0
+    if is_distributed:
+        torch.distributed.barrier()
+    seed_everything(config.seed)
+    model = draft_head(job)
+    train_loader = loader(
+        job, train, total_seq_len, world_size, rank, AddUniformNoise(config.noise_std)
+    )
+    metrics = Metrics(job.events if rank == 0 else Events(), layout, first_epoch)
+    metrics.plan(config.epochs, len(train_loader), sum(train.lengths))
+    call = {"ttt_steps": config.ttt_steps, "ttt_step_loss_decay": config.ttt_step_loss_decay}
+    trainer = Trainer(
+        model,
+        TrainerConfig(
+            lr=config.lr,
+            num_epochs=config.epochs,
+            save_path=str(layout.checkpoints),
+            resume_from_checkpoint=True,
+            is_distributed=is_distributed,
+            local_rank=local_rank,
+            train_call_kwargs={**call, "use_off_policy_tokens": config.use_off_policy_tokens},
+            val_call_kwargs={**call, "use_off_policy_tokens": False},
+        ),
+        train_loader,
+        loader(job, validation, total_seq_len, world_size, rank, None),
+    )
+    if rank == 0:
+        logging.getLogger("speculators.metrics").addHandler(metrics)
+    begun = time.monotonic()
+    trainer.run_training()
+    seconds = time.monotonic() - begun
+    if rank != 0:
+        return Result("", {}, {})
+    return _result(job, metrics, train, validation, total_seq_len, seconds)
+
+
+def split(job: Job, world_size: int) -> tuple[Rows, Rows]:
+    """Rows to train on and to validate with: the same on every machine, neither of them empty."""
+    rows = []
+    for dataset in job.datasets:
+        directory = job.layout.rows(dataset.name)
+        lengths = json.loads((directory / LENGTHS).read_text())
+        rows += [(directory / f"data_{index}.pt", length) for index, length in lengths.items()]
+    if len(rows) < 2 * world_size:
+        raise UserError(
+            f"{len(rows)} rows are too few: {world_size} to train on and {world_size} to validate "
+            "with are the least"
+        )
+    random.Random(job.config.seed).shuffle(rows)  # noqa: S311
+    kept = round(len(rows) * job.config.val_ratio)
+    kept = min(max(kept, world_size), len(rows) - world_size)
+    halves = (rows[kept:], rows[:kept])
+    train, validation = (Rows([f for f, _ in half], [n for _, n in half]) for half in halves)
+    return train, validation
+
+
+def batch_tokens(lengths: list[int]) -> int:
+    """Tokens in a batch: it holds the longest row, and little data still makes several batches."""
+    usual = BATCH_TOKENS["cuda" if torch.cuda.is_available() else "cpu"]
+    wanted = max(max(lengths), min(usual, sum(lengths) // STEPS_PER_EPOCH))
+    return math.ceil(wanted / MASK_BLOCK) * MASK_BLOCK
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def draft_head(job: Job) -> Any:
+    """A new head for the verifier, with the mapping of the map stage."""
+    config = job.config
+    verifier = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    mapping = job.layout.vocab_mapping
+    d2t = torch.from_numpy(np.load(mapping / "d2t.npy"))
+    t2d = torch.from_numpy(np.load(mapping / "t2d.npy"))
+    head_config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer_config(verifier, config.num_layers),
+        draft_vocab_size=len(d2t),
+        norm_before_residual=True,
+        # Captured after layer k; for vLLM an id means before that layer.
+        eagle_aux_hidden_state_layer_ids=[layer_id + 1 for layer_id in config.layer_ids[:-1]],
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=config.ttt_steps)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(
+                name_or_path=config.model, architectures=list(verifier.architectures or [])
+            ),
+        ),
+    )
+    return Eagle3DraftModel(head_config, t2d=t2d, d2t=d2t)
+
+
+def layer_config(verifier: Any, num_layers: int) -> LlamaConfig:
+    """The head's decoder layer: a Llama layer of the verifier's geometry and rotary embedding."""
+    text = getattr(verifier, "text_config", verifier)
+    config = LlamaConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=text.num_key_value_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        hidden_act=getattr(text, "hidden_act", "silu"),
+        max_position_embeddings=text.max_position_embeddings,
+        initializer_range=text.initializer_range,
+        rms_norm_eps=text.rms_norm_eps,
+        rope_theta=getattr(text, "rope_theta", 10000.0),
+        rope_scaling=getattr(text, "rope_scaling", None),
+        tie_word_embeddings=False,
+    )
+    config._attn_implementation = "simple_flex_attention"
+    return config
+
+
+def loader(
+    job: Job, rows: Rows, total_seq_len: int, world_size: int, rank: int, noise: Any
+) -> DataLoader[Any]:
+    """Batches of whole rows, packed to `total_seq_len` tokens; the same for the same seed."""
+    workers = job.config.num_workers
+    if workers is None:
+        workers = min(12, len(os.sched_getaffinity(0)))
+    dataset = Eagle3SampleFileDataset(
+        total_seq_len, file_list=[str(file) for file in rows.files], transform=noise
+    )
+    generator = torch.Generator().manual_seed(job.config.seed + rank)
+    return DataLoader(
+        dataset,
+        batch_sampler=MultipackDistributedBatchSamplerV2(
+            batch_max_length=total_seq_len,
+            # The dataset guesses lengths from file sizes; a guess too low cuts the last row off.
+            lengths=rows.lengths,
+            num_replicas=world_size,
+            rank=rank,
+            seed=job.config.seed,
+        ),
+        num_workers=workers,
+        prefetch_factor=PREFETCH_FACTOR if workers else None,
+        pin_memory=torch.cuda.is_available(),
+        collate_fn=create_collate_fn(total_seq_len),
+        worker_init_fn=partial(_seed_worker, job.config.seed),
+        persistent_workers=workers > 0,
+        generator=generator,
+    )
+
+
+def _seed_worker(seed: int, worker: int) -> None:
+    seed_everything(seed + worker)
+
+
+class Metrics(logging.Handler):
+    """Turns what the trainer logs into progress, and keeps it in logs/metrics.jsonl."""
+
+    def __init__(self, events: Events, layout: Layout, first_epoch: int) -> None:
+        super().__init__()
+        self._events = events
+        self._path = layout.metrics
+        self.records = self._earlier(first_epoch)
+        self._steps = self._done = self._epochs = 0
+        self._tokens_per_step = 0.0
+
+    def plan(self, epochs: int, steps_per_epoch: int, tokens_per_epoch: int) -> None:
+        self._epochs = epochs
+        self._steps = epochs * steps_per_epoch
+        self._tokens_per_step = tokens_per_epoch / steps_per_epoch
+        self._events.doing("training", self._steps, "steps")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not isinstance(record.msg, dict):
+            return
+        message: dict[str, Any] = record.msg
+        self.records.append(message)
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(message) + "\n")
+        if "train" not in message:
+            return
+        loss = message["train"]["loss"]
+        if not math.isfinite(loss):
+            raise RuntimeError(f"the loss is {loss} in step {self._done + 1}")
+        self._done += 1
+        self._events.progress(
+            self._done,
+            round(self._done * self._tokens_per_step),
+            f"epoch {message['epoch'] + 1}/{self._epochs}, loss {loss:.3f}  ",
+        )
+
+    @property
+    def steps(self) -> int:
+        return sum("train" in record for record in self.records)
+
+    @property
+    def validation(self) -> dict[str, float]:
+        """The last validation, by the names of the training metrics."""
+        last = next(record["val"] for record in reversed(self.records) if "val" in record)
+        return {name.removesuffix("_epoch"): value for name, value in last.items()}
+
+    def _earlier(self, first_epoch: int) -> list[dict[str, Any]]:
+        """What earlier attempts logged of the epochs that are kept."""
+        if not self._path.is_file():
+            return []
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines if line.endswith("}")]
+        kept = [record for record in records if record["epoch"] < first_epoch]
+        atomic.write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        return kept
+
+
+def _drop_unfinished(checkpoints: Path) -> int:
+    """Remove the epochs that a killed run left incomplete; returns the first epoch to train."""
+    epochs = sorted(int(d.name) for d in checkpoints.glob("*") if d.name.isdigit())
+    for expected, epoch in enumerate(epochs):
+        if epoch != expected or not _is_whole(checkpoints / str(epoch)):
+            for later in epochs[expected:]:
+                shutil.rmtree(checkpoints / str(later))
+            return expected
+    return len(epochs)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    if not all((checkpoint / name).is_file() for name in CHECKPOINT_FILES):
+        return False
+    try:
+        # Written last, so that the files before it are whole when it is.
+        torch.load(checkpoint / SCHEDULER_FILE, weights_only=True)
+    except Exception:
+        return False
+    return True
+
+
+def _result(
+    job: Job,
+    metrics: Metrics,
+    train: Rows,
+    validation: Rows,
+    total_seq_len: int,
+    seconds: float,
+) -> Result:
+    config, layout = job.config, job.layout
+    files = sorted(file for file in layout.checkpoints.rglob("*") if file.is_file())
+    outputs = {layout.relative(file): atomic.sha256(file) for file in files}
+    tokens = config.epochs * sum(train.lengths)
+    counts = {
+        "rows": len(train.files),
+        "validation_rows": len(validation.files),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / seconds, 1),
+        "epochs": config.epochs,
+        "steps": metrics.steps,
+        "ttt_steps": config.ttt_steps,
+        "total_seq_len": total_seq_len,
+        "validation": metrics.validation,
+    }
+    return Result(digest_of(outputs), counts, outputs, sum(file.stat().st_size for file in files))

@@ -1,0 +1,184 @@
+"""What the pipeline must know of the verifier, read from its config.json before anything heavy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_compat.errors import UserError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+FINGERPRINT_BYTES = 1 << 20
+# vLLM multiplies the context by the factor of every other kind of RoPE scaling.
+UNSCALED_ROPE = ("su", "longrope", "llama3")
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """Geometry of the language model; `max_length` is the context in tokens, None without limit."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_length: int | None
+    architectures: tuple[str, ...]
+    fingerprint: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Size on disk of one token's four states in bfloat16."""
+        return 4 * self.hidden_size * 2
+
+    @property
+    def default_layer_ids(self) -> tuple[int, ...]:
+        return (2, self.num_layers // 2, self.num_layers - 3, self.num_layers - 1)
+
+
+def read(model: str, trust_remote_code: bool = False) -> Verifier:
+    """Read the verifier's geometry. Raises UserError when this cannot be a verifier."""
+    config_file = _config_file(model)
+    config = _read_json(config_file)
+    if "auto_map" in config and not trust_remote_code:
+        raise UserError(
+            f"--model {model}: it brings Python code of its own, which speculators would run; "
+            "pass --trust-remote-code if you trust it"
+        )
+    directory = config_file.parent
+    if Path(model).expanduser().is_dir():
+        _check_files(directory, trust_remote_code)
+    text = config.get("text_config", config)
+    missing = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if key not in text]
+    if missing:
+        text = _complete(model, trust_remote_code)
+    return Verifier(
+        num_layers=text["num_hidden_layers"],
+        hidden_size=text["hidden_size"],
+        vocab_size=text["vocab_size"],
+        max_length=_max_length(text, directory / "tokenizer_config.json"),
+        architectures=tuple(config.get("architectures") or ()),
+        fingerprint=_fingerprint(config_file),
+    )
+
+
+def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
+    """Four different layers in ascending order, as the worker returns them by depth."""
+    written = ",".join(map(str, layer_ids))
+    if len(layer_ids) != 4:
+        raise UserError(f"--layer-ids {written}: four ids are needed, not {len(layer_ids)}")
+    for layer_id in layer_ids:
+        if not 0 <= layer_id < num_layers:
+            raise UserError(
+                f"--layer-ids {written}: {layer_id} is out of range, the verifier has layers 0 "
+                f"to {num_layers - 1}"
+            )
+    if list(layer_ids) != sorted(set(layer_ids)):
+        raise UserError(f"--layer-ids {written}: the ids must be different and ascending")
+
+
+def _config_file(model: str) -> Path:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"--model {model}: no config.json in this directory")
+        return path / "config.json"
+    if path.exists():
+        raise UserError(f"--model {model}: this is a file, not a model's directory")
+    if not HUB_ID.fullmatch(model):
+        raise UserError(f"--model {model}: no such directory")
+
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json", etag_timeout=10))
+    except Exception as error:
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"--model {model}: no such directory, and not available as a Hugging Face id ({cause})"
+        ) from None
+
+
+def _check_files(directory: Path, trust_remote_code: bool) -> None:
+    """Refuse a local directory that speculators would fail on later."""
+    index = directory / "model.safetensors.index.json"
+    shards = {"model.safetensors"}
+    if index.is_file():
+        shards = set(_read_json(index).get("weight_map", {}).values())
+    for shard in sorted(shards):
+        if not (directory / shard).is_file():
+            raise UserError(f"--model {directory}: no {shard} in this directory")
+    if not trust_remote_code and not _has_chat_template(directory):
+        raise UserError(f"--model {directory}: its tokenizer has no chat template")
+
+
+def _has_chat_template(directory: Path) -> bool:
+    if (directory / "chat_template.jinja").is_file() or (
+        directory / "chat_template.json"
+    ).is_file():
+        return True
+    tokenizer_config = directory / "tokenizer_config.json"
+    return tokenizer_config.is_file() and "chat_template" in _read_json(tokenizer_config)
+
+
+def _complete(model: str, trust_remote_code: bool) -> Mapping[str, Any]:
+    """The config as transformers reads it, for a config.json that relies on a class's defaults."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    text = getattr(config, "text_config", config)
+    missing = [
+        k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if not hasattr(text, k)
+    ]
+    if missing:
+        raise UserError(f"--model {model}: its config has no {missing[0]}")
+    values: dict[str, Any] = text.to_dict()
+    values.update({key: getattr(text, key) for key in ("num_hidden_layers", "hidden_size")})
+    return values
+
+
+def _max_length(text: Mapping[str, Any], tokenizer_config: Path) -> int | None:
+    """The context that vLLM will derive from the model's and the tokenizer's config."""
+    limits = [text.get("max_position_embeddings")]
+    if tokenizer_config.is_file():
+        limits.append(_read_json(tokenizer_config).get("model_max_length"))
+    known = [int(limit) for limit in limits if limit]
+    if not known:
+        return None
+    limit = min(known)
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in UNSCALED_ROPE and rope.get("factor"):
+        if kind == "yarn":
+            limit = rope.get("original_max_position_embeddings", limit)
+        limit = int(limit * rope["factor"])
+    return limit
+
+
+def _fingerprint(config_file: Path) -> str:
+    """Digest of the config and of both ends of every weight file beside it.
+
+    Reading all weights would take minutes; their ends tell two trainings of a model apart.
+    """
+    digest = hashlib.sha256(config_file.read_bytes())
+    for file in sorted(config_file.parent.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(FINGERPRINT_BYTES))
+            stream.seek(max(0, size - FINGERPRINT_BYTES))
+            digest.update(stream.read())
+    return digest.hexdigest()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not readable as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: not a JSON object")
+    return value

@@ -1,0 +1,46 @@
+"""Inputs for tests of the pipeline's checks: no weights, no vLLM, no speculators behind them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TURNS = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b."}]
+
+
+def make_verifier(directory: Path, **config: Any) -> Path:
+    """A directory that passes for a model as long as nobody loads it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 8,
+        "hidden_size": 64,
+        "vocab_size": 512,
+        "max_position_embeddings": 512,
+        **config,
+    }
+    (directory / "config.json").write_text(json.dumps(content))
+    (directory / "model.safetensors").write_bytes(b"weights")
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{}"}))
+    return directory
+
+
+def make_data(file: Path, rows: int = 3) -> Path:
+    """Conversations, one a line."""
+    file.write_text((json.dumps({"conversations": TURNS}) + "\n") * rows)
+    return file
+
+
+def make_releases(directory: Path, vllm: str = "0.16.0", speculators: str = "0.3.0") -> Path:
+    """Empty packages with these releases, to go in front on the path."""
+    for name, release in (("vllm", vllm), ("speculators", speculators)):
+        (directory / name).mkdir(parents=True)
+        (directory / name / "__init__.py").touch()
+        metadata = directory / f"{name}-{release}.dist-info"
+        metadata.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n"
+        (metadata / "METADATA").write_text(text)
+    (directory / "vllm" / "_version.py").write_text(f"__version__ = version = '{vllm}'\n")
+    return directory

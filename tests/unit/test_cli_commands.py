@@ -1,0 +1,167 @@
+"""doctor, list, show, exec, and the two console scripts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spec_compat.cli.app import app, pipeline_app
+from spec_compat.pipeline.config import RunConfig, flag
+from tests.unit.pipeline_inputs import make_releases
+
+SPAWNING = """
+import multiprocessing, os, sys
+
+def square(n):
+    return n * n
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        print(pool.map(square, [3]), sys.argv[1:], os.path.basename(sys.argv[0]))
+    import spec_compat
+    print(len(spec_compat.report().outcomes) > 0, "SPEC_COMPAT_REPORT_DIR" in os.environ)
+"""
+
+
+def cli(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {name: v for name, v in os.environ.items() if name != "SPEC_COMPAT_REPORT_DIR"}
+    return subprocess.run(
+        [sys.executable, "-m", "spec_compat.cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment,
+        check=False,
+    )
+
+
+def test_the_two_scripts_have_the_same_options() -> None:
+    wide = {"COLUMNS": "200"}
+    one = CliRunner().invoke(app, ["run-pipeline", "--help"], env=wide).output
+    other = CliRunner().invoke(pipeline_app, ["--help"], env=wide).output
+    assert one.split("Options")[1] == other.split("Options")[1]
+    for name in RunConfig.model_fields:
+        assert flag(name) in one
+    for name in ("--config", "--from", "--to", "--dry-run"):
+        assert name in one
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['spec-compat', '--help']\n"
+        "from spec_compat.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'vllm', 'speculators', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_list_has_every_patch_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(make_releases(tmp_path))
+    result = CliRunner().invoke(app, ["list", "--json"])
+    rows = {row["id"]: row for row in json.loads(result.stdout)}
+    assert result.exit_code == 0
+    assert rows["extract/scheduler-config"]["applies"]
+    assert all(row["reason"] for row in rows.values())
+
+
+def test_show_prints_the_record_of_a_patch() -> None:
+    result = CliRunner().invoke(app, ["show", "extract/scheduler-config"])
+    assert result.exit_code == 0
+    for text in ("Symptom", "Cause", "Remove when", "is_encoder_decoder", "scope"):
+        assert text in result.output
+
+
+def test_show_of_an_unknown_patch_suggests_one() -> None:
+    result = CliRunner().invoke(app, ["show", "extract/schedular-config"])
+    assert result.exit_code == 2
+    assert "did you mean extract/scheduler-config" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("releases", "code", "says"),
+    [
+        ({}, 0, ""),
+        ({"vllm": "0.9.0"}, 1, "vllm 0.9.0 is not supported; supported: 0.16.0"),
+        ({"speculators": "0.9.0"}, 1, "speculators 0.9.0 is not supported; supported: 0.3.0"),
+    ],
+)
+def test_doctor_is_zero_only_if_the_pipeline_can_run(
+    releases: dict[str, str],
+    code: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(make_releases(tmp_path, **releases))
+    monkeypatch.setattr("spec_compat.cli.doctor.NEEDED", ())
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == code
+    assert says in "\n".join(found["problems"])
+    assert bool(found["problems"]) == bool(code)
+    assert {row["id"] for row in found["patches"]} >= {"extract/scheduler-config"}
+
+
+def test_doctor_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(make_releases(tmp_path))
+    monkeypatch.setattr("spec_compat.cli.doctor.NEEDED", ("no_such_package",))
+    monkeypatch.setenv("SPEC_COMPAT_DISABLE", "extract/scheduler-config")
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    for text in (
+        "problem: no_such_package is not installed",
+        "problem: extract/scheduler-config is required here",
+        "VLLM_PLUGINS: other: the pipeline adds spec_compat",
+        "the pipeline cannot run",
+    ):
+        assert text in result.output
+
+
+def test_an_unknown_patch_in_the_environment_is_an_error() -> None:
+    result = CliRunner().invoke(app, ["list"], env={"SPEC_COMPAT_DISABLE": "no/such"})
+    assert result.exit_code == 2
+    assert "SPEC_COMPAT_DISABLE: no patch is called 'no/such'" in result.stderr
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_exec_runs_scripts_that_spawn_workers(tmp_path: Path, as_module: bool) -> None:
+    (tmp_path / "script.py").write_text(SPAWNING)
+    what = ["-m", "script"] if as_module else ["script.py"]
+    done = cli("exec", *what, "--flag", "-m", "x", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "[9] ['--flag', '-m', 'x'] script.py"
+    assert second == "True True"
+
+
+def test_exec_gives_back_the_exit_code_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit(7)")
+    assert cli("exec", "script.py", cwd=tmp_path).returncode == 7
+    (tmp_path / "script.py").write_text("1 / 0")
+    done = cli("exec", "script.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["nowhere.py"], "exec nowhere.py: no such file"),
+        (["-m", "no_such_module"], "exec -m no_such_module: no such module"),
+        (["-m"], "the name of a module is missing"),
+    ],
+)
+def test_exec_of_nothing(command: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["exec", *command])
+    assert result.exit_code == 2
+    assert says in result.stderr

@@ -1,0 +1,154 @@
+"""The manifest: which run a directory holds, and which plan may continue it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_compat.errors import UserError
+from spec_compat.pipeline import config, manifest, plan
+from spec_compat.pipeline.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.manifest import Manifest, StageRecord
+from tests.unit.pipeline_inputs import make_data, make_verifier
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    make_verifier(tmp_path / "model")
+    make_data(tmp_path / "d.jsonl")
+    return tmp_path
+
+
+def planned(root: Path, **flags: Any) -> plan.Plan:
+    given = {"model": str(root / "model"), "data": [str(root / "d.jsonl")], "output": root / "run"}
+    return plan.make(config.load({**given, **flags}))
+
+
+def test_a_manifest_is_read_back(root: Path) -> None:
+    begun = manifest.begin(planned(root))
+    begun.stages["prepare"] = StageRecord(inputs="i", started=manifest.now(), counts={"rows": 3})
+    (root / "run").mkdir()
+    begun.save(Layout(root / "run"))
+    assert manifest.find(root / "run") == begun
+    assert [path.name for path in (root / "run").iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "stage", "says"),
+    [
+        ({"seed": 1}, "prepare", "--seed is 0, not 1"),
+        ({"seq_length": 100}, "prepare", "--seq-length is 511, not 100"),
+        ({"layer_ids": "1,4,5,7"}, "extract", "--layer-ids is 2,4,5,7, not 1,4,5,7"),
+        ({"draft_vocab_size": 64}, "map", "--draft-vocab-size is 512, not 64"),
+        ({"lr": 0.5, "seed": 1}, "prepare", "--seed is 0, not 1"),
+        ({"lr": 0.5}, "train", "--lr is 0.0001, not 0.5"),
+        ({"verifier_name": "org/name"}, "train", "--verifier-name is None, not org/name"),
+    ],
+)
+def test_another_run_is_refused_by_its_first_difference(
+    root: Path, flags: dict[str, Any], stage: Stage, says: str
+) -> None:
+    begun, other = manifest.begin(planned(root)), planned(root, **flags)
+    with pytest.raises(UserError) as caught:
+        manifest.refuse_another_run(begun, other, first=None)
+    assert says in str(caught.value)
+    assert f"--from {stage}" in str(caught.value)
+    manifest.refuse_another_run(begun, other, first=stage)
+    for later in STAGES[STAGES.index(stage) + 1 : -1]:
+        with pytest.raises(UserError):
+            manifest.refuse_another_run(begun, other, first=later)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"batch_size": 2}, {"num_workers": 0}, {"tensor_parallel_size": 2}]
+)
+def test_options_that_change_no_result_may_change(root: Path, flags: dict[str, Any]) -> None:
+    manifest.refuse_another_run(manifest.begin(planned(root)), planned(root, **flags), None)
+
+
+def test_changed_data_and_changed_weights_are_another_run(root: Path) -> None:
+    begun = manifest.begin(planned(root))
+    make_data(root / "d.jsonl", rows=4)
+    with pytest.raises(UserError, match="--data d has other content"):
+        manifest.refuse_another_run(begun, planned(root), None)
+    make_data(root / "d.jsonl")
+    (root / "model" / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(UserError, match="--model has other weights"):
+        manifest.refuse_another_run(begun, planned(root), None)
+
+
+def test_another_model_is_named(root: Path) -> None:
+    begun = manifest.begin(planned(root))
+    other = make_verifier(root / "other", hidden_size=128)
+    with pytest.raises(UserError, match=rf"--model is {root}/model, not {root}/other"):
+        manifest.refuse_another_run(begun, planned(root, model=str(other)), None)
+
+
+def test_a_moved_model_is_the_same_run(root: Path) -> None:
+    begun = manifest.begin(planned(root))
+    moved = (root / "model").rename(root / "moved")
+    manifest.refuse_another_run(begun, planned(root, model=str(moved)), None)
+
+
+def test_inputs_change_with_the_options_of_the_stage_and_what_came_before(root: Path) -> None:
+    begun = manifest.begin(planned(root))
+    begun.stages["prepare"] = StageRecord(inputs="", started="", digest="one")
+    before = manifest.inputs(begun, planned(root), "extract")
+    assert manifest.inputs(begun, planned(root, lr=0.5), "extract") == before
+    assert manifest.inputs(begun, planned(root, layer_ids="1,4,5,7"), "extract") != before
+    begun.stages["prepare"].digest = "two"
+    assert manifest.inputs(begun, planned(root), "extract") != before
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "\xff"])
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "manifest.json").write_text(content, encoding="latin-1")
+    with pytest.raises(UserError, match="not the manifest of a run"):
+        manifest.find(tmp_path)
+
+
+def test_a_directory_with_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="not empty, and not the directory of a run"):
+        manifest.find(tmp_path)
+
+
+def test_a_file_in_the_place_of_the_output_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(UserError, match="this is a file"):
+        manifest.find(tmp_path / "run")
+    with pytest.raises(UserError, match="cannot be written"):
+        manifest.find(tmp_path / "run" / "below")
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    layout = Layout(tmp_path / "run")
+    with (
+        manifest.locked(layout),
+        pytest.raises(UserError, match="another process"),
+        manifest.locked(layout),
+    ):
+        pass
+    with manifest.locked(layout):
+        assert manifest.find(layout.root) is None
+
+
+def test_a_stage_is_cleared_without_touching_the_others(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    for stage in STAGES:
+        for path in layout.outputs(stage):
+            path.parent.mkdir(exist_ok=True)
+            path.mkdir() if not path.suffix else path.touch()
+    layout.clear("train")
+    layout.clear("train")
+    assert not layout.checkpoints.exists()
+    assert not layout.metrics.exists()
+    assert layout.gen.exists()
+    assert layout.head.exists()
+
+
+def test_the_manifest_is_json_for_others(root: Path) -> None:
+    content = json.loads(manifest.begin(planned(root)).model_dump_json())
+    assert content["options"]["layer_ids"] == [2, 4, 5, 7]
+    assert Manifest.model_validate(content)

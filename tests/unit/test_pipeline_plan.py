@@ -1,0 +1,134 @@
+"""What is decided before anything runs: geometry, layers, row length, names of datasets."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_compat.errors import UserError
+from spec_compat.pipeline import config, plan, verifier
+from tests.unit.pipeline_inputs import make_data, make_verifier
+
+
+def planned(tmp_path: Path, geometry: dict[str, Any] | None = None, **flags: Any) -> plan.Plan:
+    model = make_verifier(tmp_path / "model", **(geometry or {}))
+    data = [str(make_data(tmp_path / "d.jsonl"))]
+    options = {"model": str(model), "data": data, "output": tmp_path / "run", **flags}
+    return plan.make(config.load(options))
+
+
+def test_what_was_left_open_is_filled_in(tmp_path: Path) -> None:
+    options = planned(tmp_path, {"num_hidden_layers": 30, "vocab_size": 49152}).config
+    assert options.layer_ids == (2, 15, 27, 29)
+    assert options.draft_vocab_size == 32000
+    assert options.seq_length == 511
+
+
+def test_a_small_vocabulary_is_drafted_whole(tmp_path: Path) -> None:
+    assert planned(tmp_path).config.draft_vocab_size == 512
+
+
+@pytest.mark.parametrize(
+    ("asked", "limits", "expected"),
+    [
+        (None, {"max_position_embeddings": 8192}, 2048),
+        (None, {"max_position_embeddings": 1024}, 1023),
+        (512, {"max_position_embeddings": 512}, 511),
+        (100, {"max_position_embeddings": 512}, 100),
+        (4096, {"max_position_embeddings": None}, 4096),
+        (900, {"rope_scaling": {"type": "linear", "factor": 2.0}}, 900),
+        (
+            900,
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                }
+            },
+            900,
+        ),
+    ],
+)
+def test_a_row_leaves_room_for_the_token_that_is_sampled(
+    tmp_path: Path, asked: int | None, limits: dict[str, Any], expected: int
+) -> None:
+    assert planned(tmp_path, limits, seq_length=asked).config.seq_length == expected
+
+
+def test_a_row_longer_than_the_context_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--seq-length 513: the verifier takes 512 tokens"):
+        planned(tmp_path, seq_length=513)
+
+
+@pytest.mark.parametrize(
+    ("layer_ids", "fault"),
+    [
+        ((2, 4, 7), "four ids are needed, not 3"),
+        ((2, 4, 5, 8), "8 is out of range, the verifier has layers 0 to 7"),
+        ((-1, 4, 5, 7), "-1 is out of range"),
+        ((2, 4, 4, 7), "different and ascending"),
+        ((7, 5, 4, 2), "different and ascending"),
+    ],
+)
+def test_layer_ids_are_checked(tmp_path: Path, layer_ids: tuple[int, ...], fault: str) -> None:
+    with pytest.raises(UserError, match=fault):
+        planned(tmp_path, layer_ids=layer_ids)
+
+
+def test_the_default_layers_of_a_model_too_small_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="different and ascending"):
+        planned(tmp_path, {"num_hidden_layers": 4})
+
+
+def test_a_wrapper_is_read_through_its_text_config(tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 12, "hidden_size": 96, "vocab_size": 999}
+    geometry = {"text_config": {**text, "max_position_embeddings": 100}}
+    made = planned(tmp_path, geometry)
+    assert (made.verifier.num_layers, made.verifier.hidden_size) == (12, 96)
+    assert (made.verifier.vocab_size, made.config.seq_length) == (999, 99)
+
+
+def test_code_of_the_model_needs_consent(tmp_path: Path) -> None:
+    geometry = {"auto_map": {"AutoConfig": "configuration.Config"}}
+    with pytest.raises(UserError, match="--trust-remote-code"):
+        planned(tmp_path, geometry)
+    assert planned(tmp_path, geometry, trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault"),
+    [
+        ("model.safetensors", "no model.safetensors"),
+        ("tokenizer_config.json", "no chat template"),
+        ("config.json", "no config.json"),
+    ],
+)
+def test_a_model_that_lacks_a_file_is_refused(tmp_path: Path, spoil: str, fault: str) -> None:
+    model = make_verifier(tmp_path / "model")
+    (model / spoil).unlink()
+    with pytest.raises(UserError, match=fault):
+        verifier.read(str(model))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    model = make_verifier(tmp_path / "model")
+    index = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    (model / "model.safetensors.index.json").write_text(index)
+    (model / "model-1.safetensors").touch()
+    with pytest.raises(UserError, match=r"no model-2\.safetensors"):
+        verifier.read(str(model))
+
+
+def test_other_weights_are_another_model(tmp_path: Path) -> None:
+    model = make_verifier(tmp_path / "model")
+    before = verifier.read(str(model)).fingerprint
+    assert verifier.read(str(model)).fingerprint == before
+    (model / "model.safetensors").write_bytes(b"WEIGHTS")
+    assert verifier.read(str(model)).fingerprint != before
+
+
+def test_datasets_of_one_name_get_different_directories() -> None:
+    sources = ("/a/train.jsonl", "/b/train.jsonl", "sharegpt", "/c/my data.json")
+    names = [dataset.name for dataset in plan.name_datasets(sources)]
+    assert names == ["train", "train-2", "sharegpt", "my_data"]

@@ -29,9 +29,9 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    from spec_compat.demo.model import convert
+    from spec_compat.demo import model
 
-    return convert()
+    return model.verifier()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The loss mask is the assistant's text with its end tokens; what is not certain is reported."""
 
 import json
+import random
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.live
 CHATML = FAMILIES["chatml"]
 QWEN3 = FAMILIES["qwen3"]
 DEEPSEEK = FAMILIES["deepseek"]
+JOINED = "a token reaches across the border of a turn"
+SILENT = "no token of the assistant within the maximal length"
 Turns = list[dict[str, Any]]
 Rows = list[tuple[list[int], list[int]]]
 
@@ -100,13 +103,10 @@ def test_the_mask_is_what_the_assistant_wrote(
     found_or_reason = attempt(tokenizer, messages)
     expected = family.said(messages)
     if isinstance(found_or_reason, str):
-        if not any(filter(str.strip, expected)):
-            assert found_or_reason == "no token of the assistant within the maximal length"
-            return
         # Without offsets a token that joins the header's line feed to the text's cannot be cut.
-        assert slow
-        assert found_or_reason == "a token reaches across the border of a turn"
-        assert any(text != text.strip() for text in expected)
+        joined = slow and any(text != text.strip() for text in expected)
+        silent = not any(text.strip() for text in expected)
+        assert (found_or_reason, True) in ((JOINED, joined), (SILENT, silent))
         return
     ids, mask = found_or_reason
     assert ids == tokenizer.apply_chat_template(messages, tokenize=True)
@@ -133,8 +133,7 @@ def test_ids_and_mask_are_cut_at_the_same_place(
     whole = attempt(tokenizer, [*messages, *chat("q", "a")])
     assert not isinstance(whole, str)
     ids, mask = whole[0][:max_length], whole[1][:max_length]
-    nothing = "no token of the assistant within the maximal length"
-    expected = (ids, mask) if any(mask[1:]) else nothing
+    expected = (ids, mask) if any(mask[1:]) else SILENT
     assert attempt(tokenizer, [*messages, *chat("q", "a")], max_length) == expected
 
 
@@ -245,9 +244,9 @@ REPORTED: dict[str, tuple[Family, Turns, str, str]] = {
     "C4 calls": (CHATML, [GOOD[0], {**GOOD[1], "tool_calls": [1]}], "tools", "turn 1 has tool_"),
     "C5 role": (CHATML, [*GOOD, {"role": "MyModel", "content": "x"}], "a turn of an", "'MyModel'"),
     "parts": (CHATML, [{"role": "user", "content": [{"text": "x"}]}], "a turn that is not", "list"),
-    "nobody answers": (CHATML, GOOD[:1], "no token of the assistant", ""),
+    "nobody answers": (CHATML, GOOD[:1], SILENT, ""),
     "no turns": (CHATML, [], "an empty conversation", ""),
-    "C8 cut off": (CHATML, chat("question " * 200, "a"), "no token of the assistant", ""),
+    "C8 cut off": (CHATML, chat("question " * 200, "a"), SILENT, ""),
 }
 
 
@@ -350,6 +349,25 @@ def test_c4_a_tool_speaks_where_the_template_lets_it(prepare: Prepare) -> None:
     assert "42" not in text
 
 
+def test_c4_tools_of_a_row_are_reported(prepare: Prepare) -> None:
+    from speculators.data_generation import preprocessing
+
+    rows = Dataset.from_list(
+        [{"conversations": GOOD, "tools": tools} for tools in (None, ["f"], [])]
+    )
+    built = preprocessing.build_eagle3_dataset(rows, CHATML.tokenizer(), num_proc=None)
+    assert len(built) == 2
+    assert [(row["row"], row["detail"]) for row in prepare.reported] == [(1, "it has tools")]
+
+
+def test_the_assistant_may_speak_first(prepare: Prepare) -> None:
+    rows = [[{"from": "gpt", "value": "Hello."}, *GOOD]]
+    assert spoken(CHATML, prepare(CHATML, rows)) == [["Hello.<|im_end|>", "Seven.<|im_end|>"]]
+    # Where reasoning begins cannot be told: there is no generation prompt to compare with.
+    alone = {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nHello."}
+    assert attempt(QWEN3.tokenizer(), [alone]) == "the turns cannot be told apart in the rendering"
+
+
 def test_c7_nothing_is_kept_past_the_maximal_length(prepare: Prepare) -> None:
     """0.4 does so for templates with generation tags, the only ones whose mask it takes."""
     tags = FAMILIES["generation-tags"]
@@ -424,29 +442,55 @@ def test_c21_a_tokenizer_without_offsets(prepare: Prepare) -> None:
 def test_c21_a_token_across_a_border_is_reported(prepare: Prepare) -> None:
     rows = [GOOD, chat("q", "\n\nSeven.")]
     assert len(prepare(CHATML, rows, slow=True)) == 1
-    assert prepare.reported[0]["reason"] == "a token reaches across the border of a turn"
+    assert prepare.reported[0]["reason"] == JOINED
     assert spoken(CHATML, prepare(CHATML, rows))[1] == ["\nSeven.<|im_end|>"]
 
 
 def test_turn_dropout_ends_with_an_answer(prepare: Prepare) -> None:
-    rows = [chat(*["q", "a"] * 4)] * 30
+    rows = [chat(*["q", "a"] * 4)] * 40
     turns = [len(texts) for texts in spoken(CHATML, prepare(CHATML, rows, turn_dropout=True))]
+    assert len(turns) == 40
     assert {*turns} == {1, 2, 3, 4}
+
+
+def test_turn_dropout_is_drawn_anew(prepare: Prepare, tmp_path: Path) -> None:
+    """A dataset that lies in a file keeps what `map` made of it, and gives it out again."""
+    from datasets import load_dataset
+    from speculators.data_generation import preprocessing
+
+    source = tmp_path / "rows.jsonl"
+    source.write_text((json.dumps({"conversations": chat(*["q", "a"] * 4)}) + "\n") * 40)
+    rows = load_dataset("json", data_files=str(source), split="train", cache_dir=str(tmp_path))
+    drawn = []
+    for seed in (1, 2):
+        random.seed(seed)
+        built = preprocessing.build_eagle3_dataset(
+            rows, CHATML.tokenizer(), num_proc=None, turn_dropout=True
+        )
+        drawn.append([len(row["input_ids"]) for row in built])
+    assert drawn[0] != drawn[1]
 
 
 def test_offsets_without_their_white_space() -> None:
     """As the tokenizers of the GPT-2 kind give them."""
     from tokenizers import processors
 
-    tokenizer: Any = CHATML.tokenizer()
-    conversation = chat("q  ", "  Seven, \n\n  and a dog  ", "q", "a")
-    plain = Template(tokenizer).tokens(conversation, 1000)
-    backend = tokenizer.backend_tokenizer
-    processor, backend.post_processor = (
-        backend.post_processor,
-        processors.ByteLevel(trim_offsets=True),
-    )
-    try:
-        assert Template(tokenizer).tokens(conversation, 1000) == plain
-    finally:
-        backend.post_processor = processor
+    family = replace(CHATML, source=CHATML.source.replace("assistant\\n", "assistant: "))
+    family = replace(family, source=family.source.replace("m['role'] + '\\n'", "m['role'] + ': '"))
+    tokenizer: Any = family.tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    conversation = chat("q  ", "\nSeven, \n\n  and a dog  ", "q", "\na")
+    offsets = tokenizer(": \n", return_offsets_mapping=True)["offset_mapping"]
+    assert (2, 2) in offsets
+    ids, mask = Template(tokenizer).tokens(conversation, 1000)
+    assert runs(tokenizer, ids, mask) == family.said(conversation)
+
+
+def test_the_first_token_is_no_target() -> None:
+    source = "{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+    tokenizer: Any = replace(CHATML, source=source).tokenizer()
+    answer = [{"role": "assistant", "content": "Seven"}]
+    ids, mask = Template(tokenizer).tokens(answer, 1000)
+    assert all(mask)
+    assert attempt(tokenizer, answer, 1) == SILENT
+    assert attempt(tokenizer, answer, 2) == (ids[:2], mask[:2])

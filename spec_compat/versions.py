@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -154,9 +155,13 @@ class Support:
 
 def support() -> Support:
     """The supported set that this version of spec_compat ships, from support.toml."""
+    return Support({package: tuple(rows) for package, rows in table("support.toml").items()})
+
+
+def table(name: str) -> dict[str, Any]:
+    """The content of a TOML file that ships with the package."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
-    text = Path(__file__).with_name("support.toml").read_text("utf-8")
-    return Support({package: tuple(rows) for package, rows in tomllib.loads(text).items()})
+    return tomllib.loads(Path(__file__).with_name(name).read_text("utf-8"))

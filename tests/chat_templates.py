@@ -239,13 +239,14 @@ def _tokenizer(family: Family, slow: bool) -> Any:
         "bos_token": family.bos,
         "eos_token": family.end or "<|endoftext|>",
         "pad_token": "<|pad|>",
-        "additional_special_tokens": list(family.tokens),
         "clean_up_tokenization_spaces": False,
     }
     if slow:
         tokenizer: Any = WithoutOffsets(**options)
     else:
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_bpe()), **options)
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in family.tags])
+    # As in Llama 3, whose `all_special_tokens` has none of its headers.
+    for names, special in ((family.tokens, True), (family.tags, False)):
+        tokenizer.add_tokens([AddedToken(n, special=special, normalized=False) for n in names])
     tokenizer.chat_template = family.source
     return tokenizer

@@ -67,11 +67,12 @@ class Template:
         history, blank = messages[:turn], {"role": "assistant", "content": sentinel}
         before, after = self._around([*history, blank, *messages[turn + 1 :]], turn, sentinel)
         up_to_turn, tail = self._around([*history, blank], turn, sentinel)
-        prompt = self.render(history, prompt=True)
+        # No template prompts for a first turn; all before its content is the template's then.
+        prompt = self.render(history, prompt=True) if history else up_to_turn
         # What the template writes on its own between the generation prompt and the content: mostly
         # nothing; a space, which the model would write; or an empty block of reasoning, which it
         # would not, and in the place of which real reasoning stands.
-        opening = up_to_turn[len(_shared(prompt, up_to_turn)) :]
+        opening = up_to_turn[len(prompt) :] if up_to_turn.startswith(prompt) else ""
         header = before.removesuffix(opening)
         if text.startswith(before) and not opening.isspace():
             start = len(before)
@@ -194,11 +195,3 @@ def _any_of(words: set[str]) -> re.Pattern[str]:
     return re.compile(
         "|".join(map(re.escape, sorted(words - {""}, key=len, reverse=True))) or r"(?!)"
     )
-
-
-def _shared(a: str, b: str) -> str:
-    """What both begin with."""
-    if b.startswith(a):
-        return a
-    different = (i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1])
-    return a[: next(different, min(len(a), len(b)))]

@@ -147,7 +147,7 @@ def normalize(conversation: Any, tools: Any, turn_dropout: bool) -> list[Message
     messages = list[Message]()
     for turn, raw in enumerate(conversation):
         messages.append(_message(turn, raw))
-        if turn + 1 >= wanted and messages[-1]["role"] == "assistant" and turn_dropout:
+        if turn + 1 >= wanted and messages[-1]["role"] == "assistant":
             break
     return messages
 

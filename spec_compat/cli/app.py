@@ -9,8 +9,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from spec_compat.cli import check, execute, patches, run
 from spec_compat.cli import doctor as checkup
-from spec_compat.cli import execute, patches, run
 from spec_compat.cli.options import with_run_options
 from spec_compat.errors import SpecCompatError, UserError
 from spec_compat.pipeline.layout import Stage
@@ -86,6 +86,37 @@ def list_patches(json: AsJson = False) -> None:
 def show(patch_id: Annotated[str, typer.Argument(metavar="ID")]) -> None:
     """Show a patch: symptom, cause, fix, and when it can go."""
     _guarded(lambda: patches.show(patch_id))
+
+
+@app.command("check-head")
+def check_head(
+    directory: Annotated[Path, typer.Argument(metavar="DIR")],
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Decode with and without the head in vLLM.")
+    ] = False,
+    python: Annotated[
+        Path | None, typer.Option(help="Interpreter whose vLLM serves (default: this one).")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="A question a line (default: rows that the run held out, or a few)."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Check a head against its config, its verifier and vLLM; exit code 4 if it is not sound."""
+    _guarded(lambda: check.head(directory, serve, python, prompts, as_json=json))
+
+
+@app.command()
+def verify(
+    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")],
+    samples: Annotated[
+        int, typer.Option(min=0, help="Rows to recompute with transformers; 0 needs no verifier.")
+    ] = 4,
+    json: AsJson = False,
+) -> None:
+    """Check the stored rows of a run once more; exit code 4 if one is wrong."""
+    _guarded(lambda: check.rows(directory, samples, as_json=json))
 
 
 @app.command(

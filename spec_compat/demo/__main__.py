@@ -19,6 +19,11 @@ from spec_compat.errors import UserError
 DRAFT_VOCAB = 4096
 SEQ_LENGTH = 512
 EPOCHS = 3
+# Few tokens: small batches and a high rate, or there are too few steps to learn anything.
+BATCH_TOKENS = 512
+LEARNING_RATE = 1e-3
+
+STARTED = time.monotonic()
 
 
 def main() -> int:
@@ -26,7 +31,6 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR")
     parser.add_argument("--epochs", type=int, default=EPOCHS, metavar="N")
     options, others = parser.parse_known_args()
-    started = time.monotonic()
 
     _say(f"verifier: {model.NAME}, converted once into {model.cache_root()}")
     verifier = model.verifier()
@@ -35,7 +39,7 @@ def main() -> int:
     _say("pipeline: prepare, extract, map, train")
     subprocess.run(_pipeline(verifier, data, options.output, options.epochs, others), check=True)
 
-    _say(f"done in {time.monotonic() - started:.0f} s")
+    _say("done")
     print(serving(verifier, options.output.resolve() / "head"))
     return 0
 
@@ -50,6 +54,8 @@ def _pipeline(
         "--seq-length": SEQ_LENGTH,
         "--draft-vocab-size": DRAFT_VOCAB,
         "--epochs": epochs,
+        "--total-seq-len": BATCH_TOKENS,
+        "--lr": LEARNING_RATE,
     }
     pairs = [str(word) for option in options.items() for word in option]
     return [str(Path(sys.executable).with_name("spec-compat")), "run-pipeline", *pairs, *others]
@@ -67,13 +73,14 @@ def serving(verifier: Path, head: Path) -> str:
 
 
 def _say(message: str) -> None:
-    print(f"[demo] {message}", flush=True)
+    print(f"[demo, {time.monotonic() - STARTED:3.0f} s] {message}", flush=True)
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
     except UserError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except subprocess.CalledProcessError as error:
         sys.exit(error.returncode)  # the step has said what was wrong

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -81,6 +81,10 @@ class RunConfig(BaseModel):
         "(default: 2, n/2, n-3, n-1).",
     )
     batch_size: int = _option(8, None, "Rows in one call of the generator.", ge=1)
+    on_bad_row: Literal["stop", "skip"] = _option(
+        "stop", None, "What to do with a row that fails its proof: stop, or skip it and report it."
+    )
+    max_bad_rows: int = _option(10, None, "With skip: stop after more than this many.", ge=0)
     tensor_parallel_size: int = _option(1, None, "Tensor parallel size of the verifier.", ge=1)
     gpu_memory_utilization: float = _option(
         0.8, None, "Share of each GPU that vLLM may take.", gt=0, le=1

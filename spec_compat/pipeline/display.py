@@ -126,16 +126,21 @@ def size(number: float) -> str:
 
 
 def _validation(train: StageRecord) -> Table:
-    metrics = train.counts["validation"]
-    table = Table(title=f"Validation after epoch {train.counts['epochs']}", title_justify="left")
-    for heading in ("speculative step", "loss", "accuracy", "accuracy if the steps before hold"):
+    metrics, acceptance = train.counts["validation"], train.counts["acceptance"]
+    table = Table(
+        title=f"Validation after epoch {train.counts['epochs']}",
+        caption=f"expected acceptance length: {train.counts['expected_acceptance_length']:.2f}",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in ("speculative step", "loss", "accepted", "accepted if the steps before are"):
         table.add_column(heading, justify="right")
-    for step in range(train.counts["ttt_steps"]):
+    for step, (share, before) in enumerate(zip(acceptance, [1.0, *acceptance], strict=False)):
         table.add_row(
             str(step + 1),
             f"{metrics[f'loss_{step}']:.3f}",
-            f"{metrics[f'full_acc_{step}']:.1%}",
-            f"{metrics[f'cond_acc_{step}']:.1%}",
+            f"{share:.1%}",
+            f"{share / before if before else 0:.1%}",
         )
     return table
 

@@ -14,27 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import load_from_disk
 from speculators.data_generation.config_generator import DataGenerationConfig
 from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
 import spec_compat
 from spec_compat import registry, versions
 from spec_compat.errors import UserError
+from spec_compat.patching import BadRows
 from spec_compat.pipeline import atomic
 from spec_compat.pipeline.display import size
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.plan import Dataset
+from spec_compat.pipeline.rows import BAD_ROWS, LENGTHS, Prepared, Row, bad_rows, fault
 from spec_compat.pipeline.stage import Job, Result
 from spec_compat.report import IN_PLACE, Report
 
-LENGTHS = "sample_lengths.json"
 # Checksums as the rows are written: a run that is continued need not read all of them again.
 JOURNAL = "rows.sha256"
 # Beside the states, a row has 16 bytes a token of ids and mask, and a file has its frame.
 OVERHEAD = 1.05
-
-Row = dict[str, Any]
 
 
 def run(job: Job) -> Result:
@@ -57,12 +55,13 @@ def run(job: Job) -> Result:
             _check_space(job, generator, stores)
             begun, written = time.monotonic(), 0
             job.events.doing("extracting", sum(map(len, rows.values())))
+            allowed = config.max_bad_rows if config.on_bad_row == "skip" else 0
             done = 0
             for dataset in job.datasets:
                 store = stores[dataset.name]
                 for batch in store.batches(config.batch_size):
                     if store.missing(batch):
-                        written += _extract(generator, store, batch)
+                        written += _extract(generator, store, batch, allowed)
                     done += len(batch)
                     job.events.progress(done, written)
                 store.finish(_data_config(job, generator, dataset, store))
@@ -72,8 +71,12 @@ def run(job: Job) -> Result:
         for store in stores.values()
         for name in (atomic.CHECKSUMS, LENGTHS, "data_config.json")
     }
+    bad = sum(len(store.bad) for store in stores.values())
+    if bad:
+        job.events.note(f"{bad} rows failed their proof and are left out; see gen/*/{BAD_ROWS}")
     counts = {
-        "rows": sum(map(len, rows.values())),
+        "rows": sum(map(len, rows.values())) - bad,
+        "bad_rows": bad,
         "rows_written": missing,
         "tokens": tokens,
         "tokens_per_second": round(speed, 1),
@@ -83,24 +86,6 @@ def run(job: Job) -> Result:
     return Result(digest, counts, outputs, sum(store.bytes() for store in stores.values()))
 
 
-class Prepared:
-    """The rows of one dataset: token ids and loss mask, both lists of the row's length."""
-
-    def __init__(self, directory: Path) -> None:
-        self._rows = load_from_disk(str(directory)).with_format(None)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> tuple[list[int], list[int]]:
-        row = self._rows[index]
-        return row["input_ids"], row["loss_mask"]
-
-    def __iter__(self) -> Iterator[tuple[list[int], list[int]]]:
-        for row in self._rows:
-            yield row["input_ids"], row["loss_mask"]
-
-
 class Store:
     """The files of one dataset's rows, and their checksums as `sha256sum -c` reads them."""
 
@@ -108,6 +93,7 @@ class Store:
         self.directory = directory
         self.prepared = prepared
         directory.mkdir(parents=True, exist_ok=True)
+        self.bad = bad_rows(directory)
         self._checksums = self._kept()
 
     def path(self, index: int) -> Path:
@@ -115,7 +101,7 @@ class Store:
 
     def missing(self, indices: range | None = None) -> list[int]:
         indices = range(len(self.prepared)) if indices is None else indices
-        return [index for index in indices if index not in self._checksums]
+        return [i for i in indices if i not in self._checksums and i not in self.bad]
 
     @property
     def complete(self) -> bool:
@@ -139,8 +125,21 @@ class Store:
         with (self.directory / JOURNAL).open("a") as journal:
             journal.write(self._line(index))
 
+    def refuse(self, reasons: dict[int, str], allowed: int) -> None:
+        """Leave rows out for good. Raises RuntimeError when they are more than is allowed."""
+        refused = {**self.bad, **reasons}
+        if len(refused) > allowed:
+            row = min(reasons)
+            limit = f"; with it {len(refused)} rows failed, --max-bad-rows is {allowed}"
+            raise RuntimeError(
+                f"{self.directory.name} row {row}: {reasons[row]}{limit if allowed else ''}"
+            )
+        self.bad = refused
+        atomic.write_text(self.directory / BAD_ROWS, json.dumps(refused, indent=1) + "\n")
+
     def finish(self, data_config: dict[str, Any]) -> None:
-        lengths = {str(index): len(ids) for index, (ids, _mask) in enumerate(self.prepared)}
+        rows = enumerate(self.prepared)
+        lengths = {str(row): len(ids) for row, (ids, _mask) in rows if row not in self.bad}
         atomic.write_text(self.directory / LENGTHS, json.dumps(lengths) + "\n")
         atomic.write_text(
             self.directory / "data_config.json", json.dumps(data_config, indent=2) + "\n"
@@ -234,45 +233,38 @@ def _check_space(job: Job, generator: Any, stores: dict[str, Store]) -> None:
         )
 
 
-def _extract(generator: Any, store: Store, batch: range) -> int:
+def _extract(generator: Any, store: Store, batch: range, allowed: int) -> int:
     """Extract a batch, write the rows of it that are missing; returns the tokens processed."""
-    inputs = [store.prepared[index] for index in batch]
-    results = generator.generate([ids for ids, _mask in inputs])
-    if len(results) != len(batch):
-        raise RuntimeError(f"{len(results)} rows came back for {len(batch)}")
+    inputs = {index: store.prepared[index] for index in batch if index not in store.bad}
+    results = _generate(generator, store, inputs, allowed)
     dtype = generator.vllm_config.model_config.dtype
     layers = len(generator.layer_ids)
-    for index, (ids, mask), result in zip(batch, inputs, results, strict=True):
+    for index, result in results.items():
+        ids, mask = inputs[index]
         row = {
             "input_ids": result["input_ids"],
             "hidden_states": [state.clone() for state in result["hidden_states"]],
             "loss_mask": torch.tensor(mask, dtype=torch.long),
         }
-        fault = _fault(row, ids, layers, dtype)
-        if fault:
-            raise RuntimeError(f"{store.directory.name} row {index}: {fault}")
+        if problem := fault(row, ids, mask, layers, dtype):
+            raise RuntimeError(f"{store.directory.name} row {index}: {problem}")
         if store.missing(range(index, index + 1)):
             store.write(index, row)
-    return sum(len(ids) for ids, _mask in inputs)
+    return sum(len(ids) for ids, _mask in inputs.values())
 
 
-def _fault(row: Row, ids: list[int], layers: int, dtype: torch.dtype) -> str:
-    """What is wrong with a row, empty when nothing is."""
-    states = row["hidden_states"]
-    if row["input_ids"].tolist() != ids:
-        return "other token ids came back"
-    if len(row["loss_mask"]) != len(ids):
-        return f"{len(ids)} tokens, but a loss mask of {len(row['loss_mask'])}"
-    if len(states) != layers:
-        return f"states of {len(states)} layers, not {layers}"
-    for layer, state in enumerate(states):
-        if state.dtype != dtype:
-            return f"states are {state.dtype}, the verifier is {dtype}"
-        if state.dim() != 2 or len(state) != len(ids):
-            return f"{len(ids)} tokens, but states of shape {tuple(state.shape)}"
-        if not torch.isfinite(state).all():
-            return f"the states of captured layer {layer} are not finite"
-    return ""
+def _generate(
+    generator: Any, store: Store, inputs: dict[int, tuple[list[int], list[int]]], allowed: int
+) -> dict[int, Any]:
+    """States by row number; after a row is refused, those beside it are computed again."""
+    while indices := [index for index in inputs if index not in store.bad]:
+        try:
+            results = generator.generate([inputs[index][0] for index in indices])
+        except BadRows as error:
+            store.refuse({indices[row]: why for row, why in error.reasons.items()}, allowed)
+        else:
+            return dict(zip(indices, results, strict=True))
+    return {}
 
 
 def _data_config(job: Job, generator: Any, dataset: Dataset, store: Store) -> dict[str, Any]:
@@ -281,7 +273,7 @@ def _data_config(job: Job, generator: Any, dataset: Dataset, store: Store) -> di
         train_data_path=dataset.source,
         seq_length=job.config.seq_length,
         cache_dir=str(job.layout.prepared(dataset.name)),
-        num_samples=len(store.prepared),
+        num_samples=len(store.prepared) - len(store.bad),
         max_samples=job.config.max_samples,
         seed=job.config.seed,
     ).to_dict()

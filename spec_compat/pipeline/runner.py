@@ -142,7 +142,7 @@ def _process(stage: Stage, plan: Plan, layout: Layout, display: Display) -> dict
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(os.environ, reports=str(reports)),
+            env=_environment(os.environ, str(reports), plan.config.tensor_parallel_size),
             start_new_session=True,
         )
         with _ended(process):
@@ -163,8 +163,10 @@ def _launcher(stage: Stage, plan: Plan) -> list[str]:
     return [sys.executable, *module]
 
 
-def _environment(own: Mapping[str, str], reports: str) -> dict[str, str]:
+def _environment(own: Mapping[str, str], reports: str, workers: int = 1) -> dict[str, str]:
     environment = {**ENVIRONMENT, **own, "SPEC_COMPAT_REPORT_DIR": reports}
+    if workers > 1:  # on a CPU vLLM refuses more workers than NUMA nodes unless this is set
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     plugins = environment.get("VLLM_PLUGINS")
     if plugins is not None and "spec_compat" not in plugins.split(","):
         environment["VLLM_PLUGINS"] = ",".join(filter(None, [plugins, "spec_compat"]))

@@ -29,12 +29,12 @@ from transformers import AutoConfig, LlamaConfig
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic
+from spec_compat.pipeline import atomic, check_head, targets
 from spec_compat.pipeline.config import MASK_BLOCK
 from spec_compat.pipeline.events import Events
-from spec_compat.pipeline.extract import LENGTHS
 from spec_compat.pipeline.layout import Layout
 from spec_compat.pipeline.manifest import digest_of
+from spec_compat.pipeline.rows import LENGTHS
 from spec_compat.pipeline.stage import Job, Result
 
 # Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
@@ -43,6 +43,9 @@ STEPS_PER_EPOCH = 8
 PREFETCH_FACTOR = 4
 CHECKPOINT_FILES = ("config.json", "model.safetensors", "optimizer_state_dict.pt")
 SCHEDULER_FILE = "scheduler_state_dict.pt"
+# Rows whose targets are checked before training, and rows that the manifest names for check-head.
+CHECKED_ROWS = 4
+SERVED_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,13 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
         torch.distributed.barrier()
     seed_everything(config.seed)
     model = draft_head(job)
+    verifier = targets.Verifier(config.model, config.trust_remote_code)
+    if rank == 0:
+        targets.check(model, verifier, _last_states(train.files[:CHECKED_ROWS]))
     train_loader = loader(
         job, train, total_seq_len, world_size, rank, AddUniformNoise(config.noise_std)
     )
+    validation_loader = loader(job, validation, total_seq_len, world_size, rank, None)
     metrics = Metrics(job.events if rank == 0 else Events(), layout, first_epoch)
     metrics.plan(config.epochs, len(train_loader), sum(train.lengths))
     call = {"ttt_steps": config.ttt_steps, "ttt_step_loss_decay": config.ttt_step_loss_decay}
@@ -92,16 +99,18 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
             val_call_kwargs={**call, "use_off_policy_tokens": False},
         ),
         train_loader,
-        loader(job, validation, total_seq_len, world_size, rank, None),
+        validation_loader,
     )
     if rank == 0:
         logging.getLogger("speculators.metrics").addHandler(metrics)
     begun = time.monotonic()
     trainer.run_training()
     seconds = time.monotonic() - begun
+    job.events.doing("measuring the head on the rows that were held out")
+    acceptance = targets.acceptance(trainer.model, verifier, validation_loader, config.ttt_steps)
     if rank != 0:
         return Result("", {}, {})
-    return _result(job, metrics, train, validation, total_seq_len, seconds)
+    return _result(job, metrics, train, validation, total_seq_len, seconds, acceptance)
 
 
 def split(job: Job, world_size: int) -> tuple[Rows, Rows]:
@@ -131,6 +140,11 @@ def batch_tokens(lengths: list[int]) -> int:
     return math.ceil(wanted / MASK_BLOCK) * MASK_BLOCK
 
 
+def _last_states(files: list[Path]) -> torch.Tensor:
+    rows = (torch.load(file, mmap=True, weights_only=True) for file in files)
+    return torch.cat([row["hidden_states"][-1] for row in rows])
+
+
 def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -142,8 +156,10 @@ def draft_head(job: Job) -> Any:
     config = job.config
     verifier = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     mapping = job.layout.vocab_mapping
-    d2t = torch.from_numpy(np.load(mapping / "d2t.npy"))
-    t2d = torch.from_numpy(np.load(mapping / "t2d.npy"))
+    offsets, drafted = np.load(mapping / "d2t.npy"), np.load(mapping / "t2d.npy")
+    if problems := check_head.mapping_problems(offsets, drafted):
+        raise UserError(f"{mapping}: {problems[0]}; make it again with --from map")
+    d2t, t2d = torch.from_numpy(offsets), torch.from_numpy(drafted)
     head_config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer_config(verifier, config.num_layers),
         draft_vocab_size=len(d2t),
@@ -306,6 +322,7 @@ def _result(
     validation: Rows,
     total_seq_len: int,
     seconds: float,
+    acceptance: list[float],
 ) -> Result:
     config, layout = job.config, job.layout
     files = sorted(file for file in layout.checkpoints.rglob("*") if file.is_file())
@@ -321,5 +338,8 @@ def _result(
         "ttt_steps": config.ttt_steps,
         "total_seq_len": total_seq_len,
         "validation": metrics.validation,
+        "acceptance": acceptance,
+        "expected_acceptance_length": 1 + sum(acceptance),
+        "held_out": [layout.relative(file) for file in validation.files[:SERVED_ROWS]],
     }
     return Result(digest_of(outputs), counts, outputs, sum(file.stat().st_size for file in files))

@@ -65,6 +65,11 @@ def read(model: str, trust_remote_code: bool = False) -> Verifier:
     )
 
 
+def read_config(model: str) -> dict[str, Any]:
+    """The verifier's config.json as it is. Raises UserError when there is none."""
+    return _read_json(_config_file(model))
+
+
 def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
     """Four different layers in ascending order, as the worker returns them by depth."""
     written = ",".join(map(str, layer_ids))

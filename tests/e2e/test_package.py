@@ -64,23 +64,23 @@ def test_the_wheel_has_every_patch_and_nothing_at_top_level_but_spec_compat(
     distributions: Path,
 ) -> None:
     (wheel,) = distributions.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
     assert {name.split("/")[0] for name in names} == {
         "spec_compat",
         wheel.name.rsplit("-py3", 1)[0] + ".dist-info",
     }
     shipped = {name for name in names if name.startswith("spec_compat/") and name.endswith(".py")}
-    ours = {
-        *(path.relative_to(ROOT).as_posix() for path in (ROOT / "spec_compat").rglob("*.py")),
-        *(f"spec_compat/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "patches").rglob("*.py")),
-    }
-    assert shipped == ours
+    package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("spec_compat/**/*.py")}
+    patches = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("patches/**/*.py")}
+    assert shipped == package | {f"spec_compat/{path}" for path in patches}
     assert {"spec_compat/py.typed", "spec_compat/support.toml"} <= set(names)
 
 
 def test_the_sdist_has_what_a_build_needs(distributions: Path) -> None:
     (sdist,) = distributions.glob("*.tar.gz")
-    names = {name.split("/", 1)[-1] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "README.md", "patches/extract/capture.py"} <= names
 
 

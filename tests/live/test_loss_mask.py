@@ -486,6 +486,23 @@ def test_offsets_without_their_white_space() -> None:
     assert runs(tokenizer, ids, mask) == family.said(conversation)
 
 
+ODD = {
+    "said twice": ("m['content']", "m['content'] * 2", "does not render every turn once"),
+    "header": ("m['role'] +", "m['role'] + ('' if '7' in m['content'] else ':') +", "told apart"),
+    "end": ("'<|im_end|>", "('' if '7' in m['content'] else '!') + '<|im_end|>", "told apart"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_a_template_that_looks_at_the_text_gives_no_mask(case: str) -> None:
+    old, new, reason = ODD[case]
+    source = CHATML.source.replace(old, new)
+    assert source != CHATML.source
+    found = attempt(replace(CHATML, source=source).tokenizer(), chat("q", "7"))
+    assert isinstance(found, str)
+    assert reason in found
+
+
 def test_the_first_token_is_no_target() -> None:
     source = "{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
     tokenizer: Any = replace(CHATML, source=source).tokenizer()

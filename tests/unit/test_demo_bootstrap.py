@@ -98,3 +98,11 @@ def test_pip_settings_reach_uv(bootstrap: ModuleType) -> None:
 def test_an_unknown_environment_is_named(bootstrap: ModuleType) -> None:
     with pytest.raises(SystemExit, match=r"no environment 'nowhere'.*main"):
         bootstrap.main("nowhere")
+
+
+def test_a_python_too_old_for_an_environment_is_said(
+    bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 14, "final", 0))
+    with pytest.raises(SystemExit, match=r"\.venv-serve needs Python 3\.11 to 3\.13"):
+        bootstrap.main("serve")

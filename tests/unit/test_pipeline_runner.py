@@ -43,6 +43,12 @@ def test_what_the_user_has_set_stays() -> None:
     assert environment["SPEC_COMPAT_REPORT_DIR"] == "here"
 
 
+def test_several_workers_on_a_cpu_share_its_cores() -> None:
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in runner._environment({}, reports="r")
+    environment = runner._environment({}, reports="r", workers=2)
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
 @pytest.mark.parametrize(("devices", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,3", 2)])
 def test_gpus_are_counted_as_cuda_would(
     devices: str, count: int, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,119 @@
+"""`spec-compat check-head` and `spec-compat verify`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from spec_compat.pipeline import check_head, serve
+from spec_compat.pipeline.check_head import Head
+from spec_compat.pipeline.serve import Served
+
+FOUND = 4  # exit code: what was asked about is there, and is not sound
+
+
+def head(
+    directory: Path, with_vllm: bool, python: Path | None, prompts: Path | None, as_json: bool
+) -> int:
+    """Check a head, and serve it if asked to; 4 when there are problems, else 0."""
+    found, problems = check_head.check(directory)
+    content: dict[str, Any] = {"head": str(directory), "problems": problems}
+    if not problems:
+        content["serving"] = _serving(found, python or Path(sys.executable))
+    if with_vllm and not problems:
+        problems += content["serving"]
+    if with_vllm and not problems:
+        served, expected = _serve(directory, found, python or Path(sys.executable), prompts)
+        content |= {"served": asdict(served), "expected": expected}
+        if served.different:
+            problems.append(
+                f"{served.different} of {served.prompts} answers are others than without the head"
+            )
+    if as_json:
+        print(json.dumps(content, indent=1))
+    else:
+        _print(content)
+    return FOUND if problems else 0
+
+
+def rows(directory: Path, samples: int, as_json: bool) -> int:
+    """Verify the rows of a run; 4 when there are problems, else 0."""
+    from spec_compat.pipeline.verify import verify
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        found = verify(
+            directory,
+            samples,
+            lambda text, done, total: bar.update(
+                task, description=text, completed=done, total=total
+            ),
+        )
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+        return FOUND if found.problems else 0
+    print(f"{found.rows:,} rows, {found.tokens:,} tokens were checked")
+    if found.recomputed:
+        print(f"{found.recomputed} rows were recomputed with transformers; relative error:")
+        for layer_id, (median, worst) in found.errors.items():
+            print(f"  after layer {layer_id}: {median:.2%} (median token), {worst:.2%} (worst)")
+    for problem in found.problems:
+        print(f"problem: {problem}")
+    return FOUND if found.problems else 0
+
+
+def _serving(head: Head, python: Path) -> list[str]:
+    """What keeps the interpreter's vLLM from serving the head, as far as is known beforehand."""
+    architectures = head.config["speculators_config"]["verifier"].get("architectures") or []
+    release = serve.installed(python)
+    if not architectures:
+        return []
+    return check_head.serving_problems(architectures, release.version, release.on_cpu)
+
+
+def _serve(
+    directory: Path, head: Head, python: Path, prompts: Path | None
+) -> tuple[Served, list[float] | None]:
+    run = serve.run_of(directory)
+    if prompts is not None:
+        questions = serve.from_file(prompts)
+    else:
+        questions = run.prompts if run and run.prompts else serve.chats()
+    console = Console(stderr=True)
+    with console.status("decoding") as status:
+        served = serve.serve(
+            directory, head, questions, python, run.options if run else None, status.update
+        )
+    return served, run.expected if run else None
+
+
+def _print(content: dict[str, Any]) -> None:
+    if served := content.get("served"):
+        print(
+            f"{served['prompts']} prompts, {served['tokens']:,} tokens, {served['drafts']:,} "
+            f"drafts; {served['near_ties']} answers part at a near-tie from those without the head"
+        )
+        Console().print(_acceptance(served, content["expected"]))
+    for problem in content["problems"]:
+        print(f"problem: {problem}")
+    if not content.get("served"):
+        for line in content.get("serving", []):
+            print(f"note: {line}")
+    print(f"{content['head']}: {'not sound' if content['problems'] else 'sound'}")
+
+
+def _acceptance(served: dict[str, Any], expected: list[float] | None) -> Table:
+    table = Table("position", "accepted", "expected", title="Acceptance", title_justify="left")
+    for position, share in enumerate(served["acceptance"]):
+        known = "not known" if expected is None else f"{expected[position]:.1%}"
+        table.add_row(str(position), f"{share:.1%}", known)
+    length = f"{1 + sum(expected):.2f}" if expected is not None else "not known"
+    table.add_row("length", f"{served['acceptance_length']:.2f}", length)
+    return table

@@ -1,0 +1,262 @@
+"""Whether a head's weights, its config.json, its verifier and the installed vLLM fit together.
+
+Reads files only: neither torch nor vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from packaging.version import Version
+
+from spec_compat import versions
+from spec_compat.errors import UserError
+from spec_compat.pipeline import verifier
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+AUX_LAYERS = 3
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+MAPPINGS = {"d2t": ("I64", np.int64), "t2d": ("BOOL", np.bool_)}
+# What vLLM reads of config.json (its SpeculatorsConfig), and the draft model's own geometry.
+REQUIRED: Mapping[str, type] = {
+    "speculators_model_type": str,
+    "speculators_config.proposal_methods.0.speculative_tokens": int,
+    "speculators_config.verifier.name_or_path": str,
+    "draft_vocab_size": int,
+    "eagle_aux_hidden_state_layer_ids": list,
+    "transformer_layer_config.model_type": str,
+    **{
+        f"transformer_layer_config.{key}": int
+        for key in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "num_key_value_heads", "head_dim",
+        )
+    },
+}  # fmt: skip
+
+Tensors = dict[str, dict[str, Any]]
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head as it lies on disk; d2t int64 [draft] and t2d bool [vocabulary] where it has them."""
+
+    config: dict[str, Any]
+    tensors: Tensors
+    d2t: Array | None
+    t2d: Array | None
+
+
+def read(directory: Path) -> Head:
+    """Read a head's config and weights' header. Raises UserError where there are none."""
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory")
+    for name in (CONFIG, WEIGHTS):
+        if not (directory / name).is_file():
+            raise UserError(f"{directory}: no {name}; is this the directory of a head?")
+    weights = directory / WEIGHTS
+    try:
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        tensors = header(weights)
+        return Head(config, tensors, *(_array(weights, tensors, name) for name in MAPPINGS))
+    except (ValueError, struct.error, KeyError) as error:
+        raise UserError(f"{directory}: {CONFIG} or {WEIGHTS} is not readable: {error}") from None
+
+
+def check(directory: Path) -> tuple[Head, list[str]]:
+    """A head and all that is wrong with it. Raises UserError for a wrong path."""
+    head = read(directory)
+    found = problems(head)
+    return head, found if _missing(head.config) else [*found, *verifier_problems(head.config)]
+
+
+def problems(head: Head) -> list[str]:
+    """What in the head contradicts itself, or what vLLM's loader will not find; one line each."""
+    found = _missing(head.config)
+    if found:
+        return found
+    found += [*_config_problems(head.config), *_weight_problems(head)]
+    if head.d2t is not None and head.t2d is not None:
+        found += mapping_problems(head.d2t, head.t2d)
+    return found
+
+
+def mapping_problems(d2t: Array, t2d: Array) -> list[str]:
+    """Whether d2t, offsets from a draft id to its token, and t2d, its marks, are one mapping.
+
+    Drafts are ordered as their tokens are: the trainer cuts the verifier's lm_head with t2d.
+    """
+    if int(t2d.sum()) != len(d2t):
+        return [f"t2d marks {int(t2d.sum())} tokens, d2t maps {len(d2t)}"]
+    wrong = np.flatnonzero(np.arange(len(d2t)) + d2t != np.flatnonzero(t2d))
+    if not len(wrong):
+        return []
+    first = int(wrong[0])
+    return [
+        f"d2t and t2d disagree for {len(wrong)} of {len(d2t)} draft tokens: {first} is mapped to "
+        f"{first + int(d2t[first])}, t2d has it at {int(np.flatnonzero(t2d)[first])}"
+    ]
+
+
+def verifier_problems(config: Mapping[str, Any]) -> list[str]:
+    """Where the head and the verifier that it names do not belong together."""
+    name = config["speculators_config"]["verifier"]["name_or_path"]
+    try:
+        whole = verifier.read_config(name)
+    except UserError as error:
+        return [f"the verifier cannot be read: {str(error).removeprefix('--model ')}"]
+    theirs = whole.get("text_config", whole)
+    ours, found = config["transformer_layer_config"], []
+    for key in ("vocab_size", "hidden_size", "head_dim", "rope_theta", "rope_scaling"):
+        own, other = (_field(layer, key) for layer in (ours, theirs))
+        # A config.json may rely on its class's default.
+        if own != other and not (other is None and key != "rope_scaling"):
+            found.append(f"{key} is {own}, the verifier's is {other}")
+    layers, key = theirs.get("num_hidden_layers"), "eagle_aux_hidden_state_layer_ids"
+    if isinstance(layers, int) and not all(1 <= layer_id <= layers for layer_id in config[key]):
+        found.append(f"{key} is {config[key]}, the verifier's ids are from 1 to {layers}")
+    return found
+
+
+def serving_problems(architectures: list[str], release: Version, on_cpu: bool) -> list[str]:
+    """Why this release of vLLM cannot serve such a verifier with EAGLE-3, and which is the first.
+
+    What is known is in serving.toml.
+    """
+    table = versions.table("serving.toml")
+    known = table["architectures"].items()
+    since = [first for first, names in known if set(names) & set(architectures)]
+    if not since:
+        return [f"no vLLM is known to serve {', '.join(architectures)} with EAGLE-3"]
+    needed = {f"serves {', '.join(architectures)} with EAGLE-3": since[0]}
+    if on_cpu:
+        needed["serves EAGLE-3 on a CPU"] = table["cpu"]
+    return [
+        f"this is vLLM {release}; {first} is the first that {what}"
+        for what, first in needed.items()
+        if release < Version(first)
+    ]
+
+
+def header(file: Path) -> Tensors:
+    """Shape, dtype and place of each tensor in a safetensors file."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        content: Tensors = json.loads(stream.read(length))
+    content.pop("__metadata__", None)
+    return content
+
+
+def _array(file: Path, tensors: Tensors, name: str) -> Array | None:
+    dtype, kind = MAPPINGS[name]
+    if tensors.get(name, {}).get("dtype") != dtype:
+        return None
+    begin, end = tensors[name]["data_offsets"]
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        stream.seek(8 + length + begin)
+        return np.frombuffer(stream.read(end - begin), kind)
+
+
+def _missing(config: dict[str, Any]) -> list[str]:
+    found = []
+    for path, kind in REQUIRED.items():
+        value: Any = config
+        for key in path.split("."):
+            if isinstance(value, list):
+                value = value[int(key)] if int(key) < len(value) else None
+            else:
+                value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, kind):
+            found.append(f"{path} is {value}")
+    return found
+
+
+def _config_problems(config: dict[str, Any]) -> Iterator[str]:
+    if config["speculators_model_type"] != "eagle3":
+        yield f"speculators_model_type is {config['speculators_model_type']}, not eagle3"
+    if config["transformer_layer_config"]["model_type"] != "llama":
+        yield "transformer_layer_config is not of model_type llama"
+    ids = config["eagle_aux_hidden_state_layer_ids"]
+    if len(ids) != AUX_LAYERS or ids != sorted(set(ids)):
+        yield f"eagle_aux_hidden_state_layer_ids is {ids}, not {AUX_LAYERS} ascending layers"
+
+
+def _weight_problems(head: Head) -> Iterator[str]:
+    expected = expected_shapes(head.config)
+    there = {name.replace("midlayer.", "layers.0."): t for name, t in head.tensors.items()}
+    for name, shape in expected.items():
+        found = there.get(name, {}).get("shape")
+        # vLLM shares the verifier's embeddings with a head that brings none.
+        if found != shape and not (found is None and name == "embed_tokens.weight"):
+            yield f"{name} is {found}, the config asks for {shape}"
+    for name in sorted(there.keys() - expected.keys()):
+        yield f"{name}: vLLM's loader knows no such tensor"
+    for name, (dtype, _kind) in MAPPINGS.items():
+        if name in there and there[name]["dtype"] != dtype:
+            yield f"{name} is {there[name]['dtype']}, not {dtype}"
+    dtypes = sorted({t["dtype"] for name, t in there.items() if name not in MAPPINGS})
+    if len(dtypes) > 1 or not set(dtypes) <= DTYPES.keys():
+        yield f"the weights are {', '.join(dtypes)}, not of one floating-point dtype"
+    elif dtypes and head.config.get("dtype") not in (None, DTYPES[dtypes[0]]):
+        yield f"dtype is {head.config['dtype']}, the weights are {DTYPES[dtypes[0]]}"
+
+
+def expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Every tensor that vLLM's Eagle3LlamaForCausalLM takes, by the names of speculators."""
+    layer = config["transformer_layer_config"]
+    hidden, draft = layer["hidden_size"], config["draft_vocab_size"]
+    inner, width = layer["intermediate_size"], layer["head_dim"]
+    target = config.get("target_hidden_size") or hidden
+    query, key = (layer[f"num_{kind}_heads"] * width for kind in ("attention", "key_value"))
+    shapes = {
+        "fc.weight": [hidden, len(config["eagle_aux_hidden_state_layer_ids"]) * target],
+        "embed_tokens.weight": [layer["vocab_size"], hidden],
+        "norm.weight": [hidden],
+        "lm_head.weight": [draft, hidden],
+        "d2t": [draft],
+        "t2d": [layer["vocab_size"]],
+    }
+    for index in range(layer["num_hidden_layers"]):
+        # The first layer's attention sees the token's embedding beside the state.
+        taken = hidden if index else 2 * hidden
+        block = {
+            "self_attn.q_proj.weight": [query, taken],
+            "self_attn.k_proj.weight": [key, taken],
+            "self_attn.v_proj.weight": [key, taken],
+            "self_attn.o_proj.weight": [hidden, query],
+            "mlp.gate_proj.weight": [inner, hidden],
+            "mlp.up_proj.weight": [inner, hidden],
+            "mlp.down_proj.weight": [hidden, inner],
+            "input_layernorm.weight": [hidden],
+            "post_attention_layernorm.weight": [hidden],
+        }
+        if index == 0:
+            block["hidden_norm.weight"] = [hidden]
+        for part, flag in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")):
+            if layer.get(flag):
+                weights = [name for name in block if name.startswith(part)]
+                block |= {n.replace(".weight", ".bias"): block[n][:1] for n in weights}
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in block.items()}
+    return shapes
+
+
+def _field(layer: Mapping[str, Any], key: str) -> Any:
+    """A field of a layer's config, wherever this release of transformers writes it."""
+    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    theta = layer.get("rope_theta", rope.pop("rope_theta", None))
+    if key == "rope_theta":
+        return theta
+    if key == "rope_scaling":
+        kind = rope.pop("type", None)
+        rope.setdefault("rope_type", kind or "default")
+        return None if rope["rope_type"] == "default" else rope
+    return layer.get(key)

@@ -1,0 +1,66 @@
+"""The rows of a dataset: what was prepared, what is stored, and what can be wrong with one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import load_from_disk
+
+LENGTHS = "sample_lengths.json"
+BAD_ROWS = "bad_rows.json"
+
+Row = dict[str, Any]
+
+
+def bad_rows(directory: Path) -> dict[int, str]:
+    """Rows of a dataset that extraction refused, with the reason."""
+    file = directory / BAD_ROWS
+    if not file.is_file():
+        return {}
+    return {int(row): reason for row, reason in json.loads(file.read_text("utf-8")).items()}
+
+
+class Prepared:
+    """The rows of one dataset: token ids and loss mask, both lists of the row's length."""
+
+    def __init__(self, directory: Path) -> None:
+        self._rows = load_from_disk(str(directory)).with_format(None)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[list[int], list[int]]:
+        row = self._rows[index]
+        return row["input_ids"], row["loss_mask"]
+
+    def __iter__(self) -> Iterator[tuple[list[int], list[int]]]:
+        for row in self._rows:
+            yield row["input_ids"], row["loss_mask"]
+
+
+def fault(row: Row, ids: list[int], mask: list[int], layers: int, dtype: torch.dtype) -> str:
+    """What is wrong with a row, empty when nothing is."""
+    if missing := {"input_ids", "loss_mask", "hidden_states"} - row.keys():
+        return f"it has no {', '.join(sorted(missing))}"
+    states = row["hidden_states"]
+    if row["input_ids"].tolist() != ids:
+        return "its token ids are not those that were prepared"
+    if row["loss_mask"].tolist() != mask:
+        return "its loss mask is not the one that was prepared"
+    if len(mask) != len(ids):
+        return f"{len(ids)} tokens, but a loss mask of {len(mask)}"
+    if len(states) != layers:
+        return f"states of {len(states)} layers, not {layers}"
+    width = states[0].shape[-1]
+    for layer, state in enumerate(states):
+        if state.dtype != dtype:
+            return f"states are {state.dtype}, the verifier is {dtype}"
+        if state.shape != (len(ids), width):
+            return f"{len(ids)} tokens, but states of shape {tuple(state.shape)}"
+        if not torch.isfinite(state).all():
+            return f"the states of captured layer {layer} are not finite"
+    return ""

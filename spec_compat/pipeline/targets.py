@@ -1,0 +1,153 @@
+"""The verifier's own choices, computed from its weights apart from the trainer.
+
+The trainer is held against them twice: its targets before the first step, and the head's drafts
+after the last one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import cached_file
+
+from spec_compat.errors import UserError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+NORM, HEAD, EMBEDDINGS = "model.norm.weight", "lm_head.weight", "embed_tokens.weight"
+# Logits of a slice of the vocabulary are held at a time.
+SLICE = 1 << 14
+# Both sides compute in float32 from the same weights: only exact ties may differ.
+AGREEMENT = 0.99
+
+
+class Verifier:
+    """The verifier's final norm and its whole lm_head, [vocabulary, hidden] in its own dtype."""
+
+    def __init__(self, model: str, trust_remote_code: bool = False) -> None:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        config = getattr(config, "text_config", config)
+        config.num_hidden_layers = 1
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        tensors = _tensors(model, (NORM, HEAD, EMBEDDINGS))
+        if NORM not in tensors:
+            raise UserError(f"--model {model}: no {NORM} among its weights")
+        self.norm = skeleton.model.norm
+        self.norm.load_state_dict({"weight": tensors[NORM].float()}, assign=True)
+        tied = HEAD not in tensors
+        self.head = tensors[EMBEDDINGS if tied else HEAD]
+
+    def tokens(self, states: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The greedy next token, int64 [n], after each last state [n, hidden] (before the norm).
+
+        `allowed`, bool [vocabulary], leaves the other tokens out of the choice.
+        """
+        self.norm.to(states.device)
+        self.head = self.head.to(states.device)
+        with torch.no_grad():
+            normed = self.norm(states.float())
+        best = torch.full((len(states),), -torch.inf, device=states.device)
+        tokens = torch.zeros(len(states), dtype=torch.long, device=states.device)
+        for start in range(0, len(self.head), SLICE):
+            logits = normed @ self.head[start : start + SLICE].float().T
+            if allowed is not None:
+                logits[:, ~allowed[start : start + SLICE]] = -torch.inf
+            value, index = logits.max(dim=-1)
+            tokens = torch.where(value > best, index + start, tokens)
+            best = torch.maximum(best, value)
+        return tokens
+
+
+def check(model: Any, verifier: Verifier, states: Tensor) -> None:
+    """Compare the trainer's targets with the verifier's choices within the draft vocabulary.
+
+    `model` is the draft head before training, `states` [n, hidden] are stored last states. Raises
+    UserError where they differ: no final norm or another one, d2t and t2d out of step, or the
+    lm_head of another model.
+    """
+    with torch.no_grad():
+        # 0.4 has the norm beside the head, 0.3 gets it as a part of it.
+        norm = getattr(model, "verifier_norm", torch.nn.Identity())
+        drafts = model.verifier_lm_head(norm(states.float())).argmax(dim=-1)
+    found = drafts + model.d2t[drafts]
+    agreement = float((found == verifier.tokens(states, model.t2d)).float().mean())
+    if agreement < AGREEMENT:
+        raise UserError(
+            f"the trainer's targets are not the verifier's: they agree at {agreement:.1%} of "
+            f"{len(states)} positions; is a patch of the train stage disabled, or the mapping "
+            "not the map stage's?"
+        )
+
+
+def acceptance(
+    model: Any, verifier: Verifier, batches: Iterable[dict[str, Any]], ttt_steps: int
+) -> list[float]:
+    """Share of positions at which the first, the first two, ... drafted tokens are all right.
+
+    These are the `full_acc_i` of speculators' validation (models/eagle3/core.py,
+    compute_accuracy) with three differences, each of which brings them nearer to what a server
+    counts as vllm:spec_decode_num_accepted_tokens_per_pos over num_drafts at temperature 0:
+    positions of all batches weigh the same, where speculators averages batches of different size;
+    the sum runs over positions that are trainable at the start of the draft and at the token in
+    question, within one row; and a drafted token is right if it is the verifier's choice among all
+    its tokens, not among those that can be drafted. The expected acceptance length of a chain,
+    tokens per step of the verifier, is 1 + their sum: the verifier's own token, and each drafted
+    one that it accepts with all before it.
+    """
+    device = next(model.parameters()).device
+    counts = torch.zeros(2, ttt_steps, dtype=torch.float64, device=device)
+    model.eval()
+    for batch in batches:
+        there = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        with torch.no_grad():
+            drafts, *_ = model(**there, ttt_steps=ttt_steps, use_off_policy_tokens=False)
+        tokens = torch.cat([draft + model.d2t[draft] for draft in drafts])
+        right = verifier.tokens(there["verifier_last_hidden_states"][0])
+        mask, positions = there["loss_mask"][0].bool(), there["position_ids"][0]
+        counts += chain(tokens, right, mask, positions)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(counts)
+    return [float(share) for share in counts[0] / counts[1].clamp_min(1)]
+
+
+def chain(tokens: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    """Positions at which a chain holds up to each step, and those counted, int64 [2, steps].
+
+    `tokens`, [steps, n], has what was drafted at each position for each step ahead of it; `right`,
+    `mask` and `positions`, [n], are of the packed rows, each row's positions consecutive.
+    """
+    counts = torch.zeros(2, len(tokens), dtype=torch.long, device=tokens.device)
+    holds = mask
+    for step, drafted in enumerate(tokens):
+        length = len(right) - step
+        same_row = positions[step:] - positions[:length] == step
+        counted = mask[:length] & mask[step:] & same_row
+        holds = holds[:length] & (drafted[:length] == right[step:])
+        counts[0, step] = (holds & counted).sum()
+        counts[1, step] = counted.sum()
+    return counts
+
+
+def _tensors(model: str, suffixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors whose names end so, by suffix; from a local directory or the hub's cache."""
+    index = cached_file(model, INDEX, _raise_exceptions_for_missing_entries=False)
+    if index is None:
+        single = cached_file(model, SINGLE)
+        with safe_open(single, "pt") as weights:
+            files = dict.fromkeys(weights.keys(), SINGLE)
+    else:
+        with open(index, encoding="utf-8") as stream:  # noqa: PTH123
+            files = json.load(stream)["weight_map"]
+    found = {}
+    for name, file in files.items():
+        for suffix in suffixes:
+            if name == suffix or name.endswith(f".{suffix}"):
+                with safe_open(cached_file(model, file), "pt") as weights:
+                    found[suffix] = weights.get_tensor(name)
+    return found

@@ -1,0 +1,187 @@
+"""The stored rows of a run, looked at once more: all of them without a model, some with one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from spec_compat.errors import UserError
+from spec_compat.pipeline import atomic, manifest
+from spec_compat.pipeline.config import ResolvedConfig
+from spec_compat.pipeline.display import size
+from spec_compat.pipeline.layout import Layout
+from spec_compat.pipeline.plan import name_datasets
+from spec_compat.pipeline.rows import Prepared, bad_rows, fault
+
+# Relative L2 errors of a token's state: of a row's median token, and of its worst. In bf16 two
+# right implementations differ by 0.5 to 1.5 %; the state of another token, layer or row by 50 % and
+# more. In a mixture of experts a near-tie sends a token to another expert: the median counts alone.
+MEDIAN, WORST = 0.03, 0.2
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Beside the weights, transformers needs room for a row's states and logits.
+HEADROOM = 1.2
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Verification:
+    """What was looked at, and one line for each thing found wrong.
+
+    `errors` has, for each layer id, the largest median and the largest worst error of the rows
+    that were recomputed.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    recomputed: int = 0
+    errors: dict[int, tuple[float, float]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def verify(root: Path, samples: int = 4, progress: Progress = lambda *_: None) -> Verification:
+    """Check every stored row of a run, and recompute `samples` of them with transformers.
+
+    `progress` is told what is being done, the rows done and their number. Raises UserError when
+    there is no such run, or when the verifier to recompute with does not fit into memory.
+    """
+    layout, config = _run(root)
+    if samples:
+        _check_memory(config)
+    found, sound = Verification(), []
+    datasets = {d.name: Prepared(layout.prepared(d.name)) for d in name_datasets(config.data)}
+    total = sum(map(len, datasets.values()))
+    dtype: torch.dtype | None = None
+    for name, prepared in datasets.items():
+        checksums = atomic.checksums(layout.rows(name) / atomic.CHECKSUMS)
+        left_out = bad_rows(layout.rows(name))
+        for index, (ids, mask) in enumerate(prepared):
+            if index in left_out:
+                continue
+            file = layout.rows(name) / f"data_{index}.pt"
+            try:
+                row = _load(file, checksums.get(file.name))
+                dtype = dtype or row["hidden_states"][0].dtype
+                problem = fault(row, ids, mask, len(config.layer_ids), dtype)
+            except _UnreadableError as error:
+                problem = str(error)
+            if problem:
+                found.problems.append(f"{layout.relative(file)}: {problem}")
+            else:
+                sound.append(file)
+            found.rows += 1
+            found.tokens += len(ids)
+            progress("checking", found.rows, total)
+    samples = min(samples, len(sound))
+    if samples:
+        chosen = random.Random(config.seed).sample(sound, samples)  # noqa: S311
+        _recompute(chosen, layout, config, found, progress)
+    return found
+
+
+class _UnreadableError(Exception):
+    """A row's file is not what was written."""
+
+
+def _run(root: Path) -> tuple[Layout, ResolvedConfig]:
+    if not root.is_dir():
+        raise UserError(f"{root}: no such directory")
+    there = manifest.find(root) if any(root.iterdir()) else None
+    if there is None or "extract" not in there.stages:
+        raise UserError(f"{root}: no rows have been extracted in this directory")
+    return Layout(root.resolve()), ResolvedConfig.model_validate(there.options)
+
+
+def _load(file: Path, checksum: str | None) -> dict[str, Any]:
+    if not file.is_file():
+        raise _UnreadableError("the file is missing")
+    if checksum and atomic.sha256(file) != checksum:
+        raise _UnreadableError("its checksum is not the one recorded")
+    try:
+        row: dict[str, Any] = torch.load(file, weights_only=True)
+    except Exception as error:
+        raise _UnreadableError(f"it cannot be loaded: {str(error).splitlines()[0]}") from None
+    return row
+
+
+def _check_memory(config: ResolvedConfig) -> None:
+    needed = HEADROOM * sum(f.stat().st_size for f in Path(config.model).glob("*.safetensors"))
+    where, free = "memory", psutil.virtual_memory().available
+    if torch.cuda.is_available():
+        where, free = "GPU memory", torch.cuda.mem_get_info()[0]
+    if needed > free:
+        raise UserError(
+            f"--model {config.model}: to recompute rows needs {size(needed)} of {where}, "
+            f"{size(free)} are free; --samples 0 checks without the verifier"
+        )
+
+
+def _recompute(
+    files: list[Path],
+    layout: Layout,
+    config: ResolvedConfig,
+    found: Verification,
+    progress: Progress,
+) -> None:
+    progress("loading the verifier", 0, len(files))
+    oracle = Oracle(config)
+    for done, file in enumerate(files):
+        row = torch.load(file, weights_only=True)
+        states = oracle.states(row["input_ids"], config.layer_ids)
+        for layer_id, stored, right in zip(
+            config.layer_ids, row["hidden_states"], states, strict=True
+        ):
+            if layer_id == oracle.last:
+                stored = oracle.normed(stored)
+            median, worst = errors(stored, right)
+            before = found.errors.get(layer_id, (0.0, 0.0))
+            found.errors[layer_id] = max(before[0], median), max(before[1], worst)
+            if not (median <= MEDIAN and (oracle.has_experts or worst <= WORST)):
+                found.problems.append(
+                    f"{layout.relative(file)}: the states of layer {layer_id} are not the "
+                    f"verifier's; off by {median:.1%} in the median token, {worst:.1%} in the worst"
+                )
+        found.recomputed += 1
+        progress("recomputing", done + 1, len(files))
+
+
+def errors(stored: Tensor, right: Tensor) -> tuple[float, float]:
+    """Relative L2 error of the median and of the worst token; both tensors are [tokens, hidden]."""
+    stored, right = stored.float(), right.float().to(stored.device)
+    error = (stored - right).norm(dim=-1) / right.norm(dim=-1)
+    return float(error.median()), float(error.max())
+
+
+class Oracle:
+    """The verifier in transformers, in the dtype of its checkpoint."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            config.model, dtype="auto", trust_remote_code=config.trust_remote_code
+        ).to(self.device)
+        text = getattr(self.model.config, "text_config", self.model.config)
+        self.last = text.num_hidden_layers - 1
+        self.has_experts = any(getattr(text, name, None) for name in EXPERTS)
+
+    def states(self, input_ids: Tensor, layer_ids: tuple[int, ...]) -> list[Tensor]:
+        """The states [tokens, hidden] after each layer; those after the last are normed."""
+        ids = input_ids.to(self.device)[None]
+        with torch.inference_mode():
+            output = self.model(ids, output_hidden_states=True, use_cache=False)
+        return [output.hidden_states[layer_id + 1][0] for layer_id in layer_ids]
+
+    def normed(self, states: Tensor) -> Tensor:
+        """What `states` gives for the last layer, from states as they are stored."""
+        with torch.inference_mode():
+            normed: Tensor = self.model.get_decoder().norm(states.to(self.device))
+        return normed.cpu()

@@ -1,0 +1,61 @@
+"""How accepted drafts are counted, in training and of what a server did."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from spec_compat.pipeline import serve, targets
+
+
+def counted(tokens: list[list[int]], right: list[int], **rows: list[int]) -> list[list[int]]:
+    positions = torch.tensor(rows.get("positions", list(range(len(right)))))
+    mask = torch.tensor(rows.get("mask", [1] * len(right))).bool()
+    return targets.chain(torch.tensor(tokens), torch.tensor(right), mask, positions).tolist()
+
+
+def test_a_chain_holds_as_long_as_every_token_of_it_is_right() -> None:
+    right = [5, 6, 7, 8]
+    # The second step drafts, at each position, the verifier's choice of the position after it.
+    assert counted([[5, 6, 7, 8], [6, 7, 8, 0]], right) == [[4, 3], [4, 3]]
+    assert counted([[0, 6, 7, 8], [6, 7, 8, 0]], right) == [[3, 2], [4, 3]]
+    assert counted([[5, 6, 7, 8], [6, 0, 8, 0]], right) == [[4, 2], [4, 3]]
+
+
+def test_only_trainable_positions_of_one_row_count() -> None:
+    tokens, right = [[5, 6, 7, 8], [6, 7, 8, 0]], [5, 6, 7, 8]
+    assert counted(tokens, right, mask=[0, 1, 1, 1]) == [[3, 2], [3, 2]]
+    assert counted(tokens, right, mask=[1, 1, 0, 1]) == [[3, 1], [3, 1]]
+    assert counted(tokens, right, positions=[1, 2, 1, 2]) == [[4, 2], [4, 2]]
+
+
+def results(answers: list[list[int]], **drafted: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    plain = {"tokens": [[1, 2, 3]], "logprobs": [[{"1": -0.1}, {"2": -0.7, "9": -0.8}, {"3": 0.0}]]}
+    counters = {"num_drafts": 4, "num_accepted_tokens": 3, "num_accepted_tokens_per_pos": [2, 1]}
+    return plain, {"tokens": answers, **counters, **drafted}
+
+
+def test_acceptance_is_per_draft() -> None:
+    served = serve.compare(*results([[1, 2, 3]]))
+    assert served.acceptance == [0.5, 0.25]
+    assert served.acceptance_length == 1.75
+    assert (served.near_ties, served.different) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "near_ties", "different"),
+    [
+        ([1, 9, 4], 1, 0),  # as likely as the verifier's own
+        ([1, 4, 3], 0, 1),  # not among the likely ones
+        ([1, 2], 0, 1),
+    ],
+)
+def test_another_answer_is_no_near_tie(answer: list[int], near_ties: int, different: int) -> None:
+    served = serve.compare(*results([answer]))
+    assert (served.near_ties, served.different) == (near_ties, different)
+
+
+def test_a_head_that_never_drafted_is_no_division_by_zero() -> None:
+    none = {"num_drafts": 0, "num_accepted_tokens": 0, "num_accepted_tokens_per_pos": [0, 0]}
+    served = serve.compare(*results([[1, 2, 3]], **none))
+    assert (served.acceptance, served.acceptance_length) == ([0.0, 0.0], 1.0)

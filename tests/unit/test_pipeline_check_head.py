@@ -1,0 +1,205 @@
+"""What is found wrong with a head from its files alone."""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from packaging.version import Version
+from safetensors.numpy import save_file
+
+from spec_compat.errors import UserError
+from spec_compat.pipeline import check_head
+from spec_compat.pipeline.check_head import Head
+
+CONFIG: dict[str, Any] = {
+    "speculators_model_type": "eagle3",
+    "speculators_config": {
+        "proposal_methods": [{"speculative_tokens": 3}],
+        "verifier": {"name_or_path": "verifier", "architectures": ["LlamaForCausalLM"]},
+    },
+    "draft_vocab_size": 4,
+    "eagle_aux_hidden_state_layer_ids": [3, 5, 6],
+    "dtype": "float32",
+    "transformer_layer_config": {
+        "model_type": "llama",
+        "vocab_size": 16,
+        "hidden_size": 4,
+        "intermediate_size": 6,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "rope_theta": 5e4,
+        "rope_scaling": None,
+    },
+}
+VERIFIER = {
+    "vocab_size": 16,
+    "hidden_size": 4,
+    "num_hidden_layers": 8,
+    "rope_theta": 5e4,
+}
+DRAFTED = np.array([0, 3, 8, 15])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A sound head beside its verifier."""
+    (tmp_path / "verifier").mkdir()
+    (tmp_path / "verifier" / "config.json").write_text(json.dumps(VERIFIER))
+    head = tmp_path / "head"
+    head.mkdir()
+    config = copy.deepcopy(CONFIG)
+    config["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path / "verifier")
+    (head / "config.json").write_text(json.dumps(config))
+    tensors: dict[str, np.ndarray[Any, Any]] = {
+        name: np.zeros(shape, np.float32)
+        for name, shape in check_head.expected_shapes(config).items()
+    }
+    tensors["t2d"] = np.isin(np.arange(16), DRAFTED)
+    tensors["d2t"] = DRAFTED - np.arange(4)
+    save_file(tensors, head / "model.safetensors")
+    return head
+
+
+def change(directory: Path, path: str, value: Any) -> None:
+    file = directory / "config.json"
+    config = node = json.loads(file.read_text())
+    *parents, last = path.split(".")
+    for key in parents:
+        node = node[key]
+    node[last] = value
+    file.write_text(json.dumps(config))
+
+
+def problem(directory: Path) -> str:
+    (only,) = check_head.check(directory)[1]
+    return only
+
+
+def spoil(head: Head, name: str, **changes: Any) -> Head:
+    tensors = {**head.tensors, name: {**head.tensors[name], **changes}}
+    return Head(head.config, tensors, head.d2t, head.t2d)
+
+
+def test_a_sound_head_has_no_problems(directory: Path) -> None:
+    assert check_head.check(directory)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("eagle_aux_hidden_state_layer_ids", None, "eagle_aux_hidden_state_layer_ids is None"),
+        ("eagle_aux_hidden_state_layer_ids", [3, 6, 5], "not 3 ascending layers"),
+        ("eagle_aux_hidden_state_layer_ids", [3, 5, 9], "the verifier's ids are from 1 to 8"),
+        ("eagle_aux_hidden_state_layer_ids", [0, 5, 6], "the verifier's ids are from 1 to 8"),
+        ("transformer_layer_config.rope_theta", 1e4, "rope_theta is 10000.0, the verifier's is 5"),
+        ("transformer_layer_config.rope_scaling", {"type": "yarn", "factor": 4}, "rope_scaling"),
+        ("transformer_layer_config.head_dim", None, "head_dim is None"),
+        ("speculators_config.proposal_methods", [], "speculative_tokens is None"),
+        ("speculators_config.verifier.name_or_path", "/nowhere", "/nowhere: no such directory"),
+        ("speculators_model_type", "eagle", "speculators_model_type is eagle, not eagle3"),
+        ("dtype", "bfloat16", "dtype is bfloat16, the weights are float32"),
+    ],
+)
+def test_a_config_that_is_not_true_is_said(
+    directory: Path, path: str, value: Any, said: str
+) -> None:
+    change(directory, path, value)
+    assert said in problem(directory)
+
+
+def test_four_ids_ask_for_a_wider_fc(directory: Path) -> None:
+    change(directory, "eagle_aux_hidden_state_layer_ids", [3, 5, 6, 8])
+    found = check_head.check(directory)[1]
+    assert "fc.weight is [4, 12], the config asks for [4, 16]" in found
+
+
+def test_a_verifier_of_another_vocabulary_is_said(directory: Path) -> None:
+    change(directory.parent / "verifier", "vocab_size", 17)
+    assert problem(directory) == "vocab_size is 16, the verifier's is 17"
+
+
+def test_every_tensor_is_needed_in_its_shape(directory: Path) -> None:
+    head = check_head.read(directory)
+    for name in check_head.expected_shapes(head.config):
+        (found,) = check_head.problems(spoil(head, name, shape=[1, 2, 3]))
+        assert found.startswith(f"{name} is [1, 2, 3], the config asks for")
+
+
+def test_only_the_embeddings_may_be_missing(directory: Path) -> None:
+    head = check_head.read(directory)
+    needed = []
+    for name in head.tensors:
+        rest = {key: value for key, value in head.tensors.items() if key != name}
+        if check_head.problems(Head(head.config, rest, head.d2t, head.t2d)):
+            needed.append(name)
+    assert set(head.tensors) - set(needed) == {"embed_tokens.weight"}
+
+
+def test_dtypes_and_names_are_those_of_the_loader(directory: Path) -> None:
+    head = check_head.read(directory)
+    assert check_head.problems(spoil(head, "d2t", dtype="F32")) == ["d2t is F32, not I64"]
+    mixed = check_head.problems(spoil(head, "fc.weight", dtype="BF16"))
+    assert mixed == ["the weights are BF16, F32, not of one floating-point dtype"]
+    strange = {**head.tensors, "verifier_norm.weight": {"dtype": "F32", "shape": [4]}}
+    assert check_head.problems(Head(head.config, strange, head.d2t, head.t2d)) == [
+        "verifier_norm.weight: vLLM's loader knows no such tensor"
+    ]
+
+
+@pytest.mark.parametrize("order", [[1, 0, 2, 3], [3, 2, 1, 0], [0, 1, 3, 2]])
+def test_a_shuffled_d2t_is_said(order: list[int]) -> None:
+    t2d = np.isin(np.arange(16), DRAFTED)
+    assert check_head.mapping_problems(DRAFTED - np.arange(4), t2d) == []
+    (said,) = check_head.mapping_problems((DRAFTED - np.arange(4))[order], t2d)
+    assert re.match(r"d2t and t2d disagree for \d of 4 draft tokens", said)
+    # Drafts that are mapped to the right tokens in another order than lm_head's rows.
+    (said,) = check_head.mapping_problems(DRAFTED[order] - np.arange(4), t2d)
+    assert "disagree" in said
+
+
+def test_t2d_and_d2t_are_of_one_size() -> None:
+    t2d = np.isin(np.arange(16), [*DRAFTED, 9])
+    assert check_head.mapping_problems(DRAFTED - np.arange(4), t2d) == [
+        "t2d marks 5 tokens, d2t maps 4"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "release", "on_cpu", "said"),
+    [
+        ("LlamaForCausalLM", "0.16.0", False, []),
+        ("LlamaForCausalLM", "0.16.0", True, ["0.22.1 is the first that serves EAGLE-3 on a CPU"]),
+        ("LlamaForCausalLM", "0.32.0", True, []),
+        ("KimiK25ForConditionalGeneration", "0.16.0", False, ["0.18.1 is the first"]),
+        ("KimiK25ForConditionalGeneration", "0.18.1", False, []),
+        ("MambaForCausalLM", "0.32.0", False, ["no vLLM is known"]),
+    ],
+)
+def test_the_release_that_can_serve_is_named(
+    architecture: str, release: str, on_cpu: bool, said: list[str]
+) -> None:
+    found = check_head.serving_problems([architecture], Version(release), on_cpu)
+    assert len(found) == len(said)
+    assert all(part in line for part, line in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_directory_that_is_no_head_is_the_users_error(directory: Path, missing: str) -> None:
+    (directory / missing).unlink()
+    with pytest.raises(UserError, match=f"no {missing}"):
+        check_head.check(directory)
+    with pytest.raises(UserError, match="no such directory"):
+        check_head.check(directory / "nowhere")
+
+
+def test_a_cut_file_is_the_users_error(directory: Path) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(UserError, match="not readable"):
+        check_head.check(directory)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from spec_compat import versions
 from spec_compat.pipeline import check_head, serve
 from spec_compat.pipeline.check_head import Head
 from spec_compat.pipeline.serve import Served
@@ -25,12 +26,13 @@ def head(
     """Check a head, and serve it if asked to; 4 when there are problems, else 0."""
     found, problems = check_head.check(directory)
     content: dict[str, Any] = {"head": str(directory), "problems": problems}
-    if not problems:
-        content["serving"] = _serving(found, python or Path(sys.executable))
+    interpreter = python or Path(sys.executable)
+    if not problems and (with_vllm or python or "vllm" in versions.detect(["vllm"]).releases):
+        content["serving"] = _serving(found, interpreter)
     if with_vllm and not problems:
         problems += content["serving"]
     if with_vllm and not problems:
-        served, expected = _serve(directory, found, python or Path(sys.executable), prompts)
+        served, expected = _serve(directory, found, interpreter, prompts)
         content |= {"served": asdict(served), "expected": expected}
         if served.different:
             problems.append(
@@ -47,7 +49,8 @@ def rows(directory: Path, samples: int, as_json: bool) -> int:
     """Verify the rows of a run; 4 when there are problems, else 0."""
     from spec_compat.pipeline.verify import verify
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=None)
         found = verify(
             directory,

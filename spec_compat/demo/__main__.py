@@ -39,6 +39,11 @@ def main() -> int:
     _say("pipeline: prepare, extract, map, train")
     subprocess.run(_pipeline(verifier, data, options.output, options.epochs, others), check=True)
 
+    python = Path(sys.prefix).with_name(".venv-serve") / "bin" / "python"
+    if python.exists():
+        _say("server: what it accepts of the head's drafts, beside what training expects")
+        subprocess.run(_server(options.output, python), check=True)
+
     _say("done")
     print(serving(verifier, options.output.resolve() / "head"))
     return 0
@@ -58,7 +63,15 @@ def _pipeline(
         "--lr": LEARNING_RATE,
     }
     pairs = [str(word) for option in options.items() for word in option]
-    return [str(Path(sys.executable).with_name("spec-compat")), "run-pipeline", *pairs, *others]
+    return [_command(), "run-pipeline", *pairs, *others]
+
+
+def _server(output: Path, python: Path) -> list[str]:
+    return [_command(), "check-head", str(output / "head"), "--serve", "--python", str(python)]
+
+
+def _command() -> str:
+    return str(Path(sys.executable).with_name("spec-compat"))
 
 
 def serving(verifier: Path, head: Path) -> str:

@@ -136,20 +136,24 @@ def serve(
     doing: Callable[[str], None] = lambda text: None,
 ) -> Served:
     """Decode the prompts without the head and with it. Raises SpecCompatError if vLLM fails."""
+    asked = request(head, prompts, options)
+    doing("decoding without the head")
+    plain = decode(python, asked, None)
+    doing("decoding with the head")
+    return compare(plain, decode(python, asked, directory))
+
+
+def request(head: Head, prompts: Prompts, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What decode.py is asked, but for the head's directory."""
     config = head.config["speculators_config"]
     lengths = [len(prompt) if isinstance(prompt[0], int) else ROOM for prompt in prompts]
-    request = {
+    return {
         "model": config["verifier"]["name_or_path"],
         "prompts": prompts,
         "speculative_tokens": config["proposal_methods"][0]["speculative_tokens"],
         "max_tokens": MAX_TOKENS,
         "options": {"max_model_len": max(lengths) + MAX_TOKENS + 8, **(options or {})},
     }
-    doing("decoding without the head")
-    plain = _decode(python, {**request, "head": None})
-    doing("decoding with the head")
-    drafted = _decode(python, {**request, "head": str(directory.resolve())})
-    return compare(plain, drafted)
 
 
 def compare(plain: dict[str, Any], drafted: dict[str, Any]) -> Served:
@@ -188,7 +192,9 @@ def _question(layout: Layout, file: Path) -> list[int]:
     return ids
 
 
-def _decode(python: Path, request: dict[str, Any]) -> dict[str, Any]:
+def decode(python: Path, request: dict[str, Any], directory: Path | None) -> dict[str, Any]:
+    """Run decode.py in another interpreter, with the head of a directory or without any."""
+    request = {**request, "head": directory and str(directory.resolve())}
     # In a directory of its own: the interpreter puts the script's among those that it imports from.
     with tempfile.TemporaryDirectory(prefix="spec-compat-") as temporary:
         script = shutil.copy(DECODE, temporary)

@@ -14,11 +14,11 @@ from spec_compat.pipeline.atomic import sha256
 
 SUFFIXES = (".json", ".jsonl")
 ASSISTANT = ("gpt", "assistant")
-# speculators leaves out turns with any other role.
-ROLES = ("human", "user", "system", *ASSISTANT)
+# What a chat template may read of a turn, beside its role and text.
+KEPT = ("reasoning_content", "thinking", "tool_calls", "tool_call_id", "name")
 CHARACTERS_PER_TOKEN = 4
 
-Turns = list[dict[str, str]]
+Turns = list[dict[str, Any]]
 
 
 @dataclass
@@ -29,7 +29,6 @@ class FileCheck:
     rows: int = 0
     characters: list[int] = field(default_factory=list)
     unusable: Counter[str] = field(default_factory=Counter)
-    skipped_roles: Counter[str] = field(default_factory=Counter)
 
     @property
     def usable(self) -> int:
@@ -61,7 +60,6 @@ def check(path: Path) -> FileCheck:
             result.unusable[str(reason)] += 1
             continue
         result.characters.append(sum(len(turn["value"]) for turn in conversation))
-        result.skipped_roles.update(t["from"] for t in conversation if t["from"] not in ROLES)
     if not result.usable:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in result.unusable.items())
         raise UserError(f"{path}: no usable conversation ({reasons or 'the file is empty'})")
@@ -94,7 +92,7 @@ def turns(record: dict[str, Any]) -> Turns:
     return conversation
 
 
-def _turn(turn: Any) -> dict[str, str]:
+def _turn(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, dict):
         raise UnusableError("a turn that is not an object")
     role = turn.get("from", turn.get("role"))
@@ -106,7 +104,13 @@ def _turn(turn: Any) -> dict[str, str]:
         content = "".join(map(str, parts))
     if not isinstance(role, str) or not isinstance(content, str | None):
         raise UnusableError("a turn without role or text")
-    return {"from": role, "value": content or ""}
+    kept = {key: text(turn[key]) for key in KEPT if turn.get(key)}
+    return {"from": role, "value": content or "", **kept}
+
+
+def text(value: Any) -> str:
+    """A string as it is, anything else as JSON: a column of Arrow has one type."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _starts_with_list(head: bytes) -> bool:

@@ -54,6 +54,10 @@ class Layout:
         """Token ids and loss masks of a dataset, as `Dataset.save_to_disk` writes them."""
         return self.root / "prepared" / dataset
 
+    def reported_rows(self, dataset: str) -> Path:
+        """Rows whose loss mask is not certain, with the reason: one JSON object a line."""
+        return self.logs / f"reported-{dataset}.jsonl"
+
     def rows(self, dataset: str) -> Path:
         """The directory of a dataset's `data_{i}.pt`."""
         return self.gen / dataset

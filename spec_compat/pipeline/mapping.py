@@ -8,6 +8,7 @@ from speculators.train.vocab_mapping import (
     build_vocab_mappings_from_distribution,
     combine_token_frequency_distributions,
 )
+from transformers import AutoTokenizer
 
 import spec_compat
 from spec_compat.pipeline import atomic, verifier
@@ -33,7 +34,8 @@ def run(job: Job) -> Result:
             temporary / "token_freq.pt",
         )
         frequencies = torch.load(temporary / "token_freq.pt", weights_only=True)
-        d2t, t2d = build_vocab_mappings_from_distribution(frequencies, draft_size, target_size)
+        ranked = with_special_tokens_first(frequencies, _added_tokens(job))
+        d2t, t2d = build_vocab_mappings_from_distribution(ranked, draft_size, target_size)
         if int(t2d.sum()) != draft_size:
             raise RuntimeError(f"the mapping has {int(t2d.sum())} tokens, not {draft_size}")
         np.save(temporary / "d2t.npy", d2t.numpy())
@@ -57,3 +59,21 @@ def run(job: Job) -> Result:
         "coverage": covered / observed,
     }
     return Result(digest_of(outputs), counts, outputs, sum(f.stat().st_size for f in files))
+
+
+def with_special_tokens_first(
+    frequencies: dict[int, int], added_tokens: set[int]
+) -> dict[int, int]:
+    """Frequencies to choose by: the special tokens of the assistant's turns before all others.
+
+    A head that cannot draft the end token never ends a turn, however rare turns are in the data.
+    """
+    most = max(frequencies.values(), default=0)
+    return {token: count + most * (token in added_tokens) for token, count in frequencies.items()}
+
+
+def _added_tokens(job: Job) -> set[int]:
+    tokenizer = AutoTokenizer.from_pretrained(
+        job.config.model, trust_remote_code=job.config.trust_remote_code
+    )
+    return set(tokenizer.added_tokens_decoder)

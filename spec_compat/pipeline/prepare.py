@@ -69,6 +69,9 @@ def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str],
         counts = _write_conversations(Path(dataset.source), Path(source), events)
         workers = min(workers, 1 + counts["conversations"] // ROWS_PER_PROCESS)
     events.doing(f"tokenizing {dataset.name}")
+    reported = job.layout.reported_rows(dataset.name)
+    os.environ["SPEC_COMPAT_REPORTED_ROWS"] = str(reported)
+    reported.unlink(missing_ok=True)
     try:
         with _bars_as(events, dataset.name):
             rows, _tokenizer = load_and_preprocess_dataset(
@@ -85,6 +88,10 @@ def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str],
             )
     except (ValueError, IndexError) as error:
         raise UserError(f"{dataset.source}: cannot be prepared: {error}") from error
+    if left_out := _reasons(reported):
+        counts["left_out"] = sum(left_out.values())
+        reasons = ", ".join(f"{number} x {reason}" for reason, number in left_out.most_common())
+        events.note(f"{dataset.name}: rows left out: {reasons}; see {reported.name} in the logs")
     usable = rows.with_format("numpy").filter(_has_target, input_columns="loss_mask")
     if not len(usable):
         raise UserError(
@@ -115,16 +122,21 @@ def _write_conversations(source: Path, target: Path, events: Events) -> Counter[
                 counts["dropped"] += 1
                 continue
             counts["conversations"] += 1
-            counts["skipped_turns"] += sum(t["from"] not in conversations.ROLES for t in turns)
-            stream.write(json.dumps({"conversations": turns}, ensure_ascii=False) + "\n")
+            row: dict[str, Any] = {"conversations": turns}
+            if tools := record.get("tools"):
+                row["tools"] = conversations.text(tools)
+            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
     if counts["dropped"]:
         events.note(f"{source}: {counts['dropped']} rows are no conversation and were dropped")
-    if counts["skipped_turns"]:
-        events.note(
-            f"{source}: {counts['skipped_turns']} turns have a role that speculators does not "
-            "read and are left out"
-        )
     return counts
+
+
+def _reasons(reported: Path) -> Counter[str]:
+    """Why the loss mask of some rows could not be told; one JSON object a row, with its reason."""
+    if not reported.is_file():
+        return Counter()
+    lines = reported.read_text(encoding="utf-8").splitlines()
+    return Counter(json.loads(line)["reason"] for line in lines)
 
 
 def _has_target(loss_mask: np.ndarray[Any, Any]) -> bool:

@@ -59,7 +59,18 @@ def test_a_file_is_counted(tmp_path: Path) -> None:
     check = conversations.check(lines(tmp_path / "d.jsonl", GOOD, {"text": "a"}, tool))
     assert (check.rows, check.usable) == (3, 2)
     assert check.unusable["no list under conversations or messages"] == 1
-    assert check.skipped_roles == {"tool": 1}
+
+
+def test_what_a_chat_template_may_read_of_a_turn_is_kept() -> None:
+    calls = [{"name": "f", "arguments": {"x": 1}}]
+    said = {"role": "assistant", "content": "a", "reasoning_content": "r", "tool_calls": calls}
+    (turn,) = conversations.turns({"messages": [said]})
+    assert turn == {
+        "from": "assistant",
+        "value": "a",
+        "reasoning_content": "r",
+        "tool_calls": json.dumps(calls),
+    }
 
 
 def test_a_json_file_may_be_a_list_or_lines(tmp_path: Path) -> None:

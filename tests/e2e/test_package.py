@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import linked_environment
+
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-NOT_FROM_AN_INDEX = ("spec-compat", "spec_compat", "-e ", "vllm==0.0.0")
 
 SCRIPT = """
 import sys, spec_compat, torch
@@ -45,14 +46,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with what this one has, but for spec-compat; uv links the files."""
-    directory = tmp_path_factory.mktemp("environment") / "venv"
-    uv("venv", "--quiet", "--seed", "--python", sys.executable, directory)
-    frozen = uv("pip", "freeze", "--python", sys.executable).splitlines()
-    there = [line for line in frozen if not line.startswith(NOT_FROM_AN_INDEX)]
-    python = directory / "bin" / "python"
-    uv("pip", "install", "--quiet", "--no-deps", "--python", python, *there)
-    return python
+    return linked_environment(tmp_path_factory.mktemp("environment") / "venv")
 
 
 def installed(python: Path) -> dict[str, str]:
@@ -95,7 +89,8 @@ def test_beside_speculators_it_moves_nothing_and_extracts(
     assert "spec-compat" in after.keys() - before.keys()
     assert {name: after.get(name) for name in before} == before
 
-    patches = run(environment, "-c", "import spec_compat.patches as p; print(p.__file__)")
+    command = "import spec_compat.patches as p; print(p.__file__)"
+    patches = run(environment, "-c", command, cwd=tmp_path)
     assert Path(patches.strip()).is_relative_to(environment.parents[1])
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

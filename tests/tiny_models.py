@@ -105,8 +105,8 @@ def _geometry(overrides: dict[str, Any]) -> dict[str, Any]:
         "head_dim": 32,
         "max_position_embeddings": CONTEXT,
         "rope_theta": 50000.0,
-        # Large enough for the layers to differ: a state taken one layer off must not pass.
-        "initializer_range": 0.1,
+        # The layers differ by 46 % and more, bf16 by 0.7 %: a state one layer off does not pass.
+        "initializer_range": 0.03,
         "tie_word_embeddings": False,
         "bos_token_id": SPECIAL_TOKENS.index("<|im_start|>"),
         "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),

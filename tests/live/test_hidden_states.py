@@ -22,15 +22,22 @@ def random_rows(lengths: list[int], vocabulary: int) -> list[list[int]]:
 
 
 def assert_states(
-    generate: Script, model: Path, rows: list[list[int]], layer_ids: list[int], **options: object
+    generate: Script,
+    model: Path,
+    rows: list[list[int]],
+    layer_ids: list[int],
+    after_final_norm: float = TOLERANCE,
+    **options: object,
 ) -> None:
+    """`after_final_norm` is the tolerance of the last layer, which Hugging Face has normed."""
     process = generate(model, rows, layer_ids=layer_ids, max_model_len=MAX_MODEL_LEN, **options)
     assert process.returncode == 0, process.stderr[-3000:]
     states = torch.load(process.states, weights_only=True)
     errors = list(relative_errors(model, rows, layer_ids, states))
     assert len(errors) == len(rows) * len(layer_ids)
-    worst = max(errors, key=lambda error: error[2])
-    assert worst[2] < TOLERANCE, "row {}, layer {}: relative error {:.4f}".format(*worst)
+    for row, layer_id, error in errors:
+        allowed = after_final_norm if layer_id == max(layer_ids) else TOLERANCE
+        assert error < allowed, f"row {row}, layer {layer_id}: relative error {error:.4f}"
 
 
 @pytest.mark.parametrize("verifier", ["tiny_llama", "tiny_qwen3"])
@@ -42,7 +49,9 @@ def test_states_equal_hugging_face(
 
 
 def test_states_of_a_real_model_equal_hugging_face(generate: Script, smollm2: Path) -> None:
-    assert_states(generate, smollm2, random_rows(LENGTHS, 49152), [2, 15, 27, 29])
+    """Its last layers cancel large values: bf16 is 7 % from float32 there, two bf16 runs 3 %."""
+    rows = random_rows(LENGTHS, 49152)
+    assert_states(generate, smollm2, rows, [2, 15, 27, 29], after_final_norm=0.05)
 
 
 def test_two_tensor_parallel_workers_return_the_same(generate: Script, tiny_llama: Path) -> None:

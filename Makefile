@@ -18,7 +18,8 @@ serving: ## build .venv-serve, whose vLLM serves heads on a CPU (Python 3.11 or 
 
 test: lint ## run lint and the whole test suite, live tests included
 	-@$(PYTHON) scripts/bootstrap.py serve
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest tests/unit # a process without torch and vllm
+	@$(BIN)/python -m pytest tests/live tests/e2e
 
 lint: setup ## check style, types and import directions
 	$(BIN)/ruff check .

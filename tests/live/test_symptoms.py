@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_compat import registry
+from spec_compat import registry, versions
 from tests.conftest import Script
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
@@ -20,6 +20,7 @@ SYMPTOMS = {
     "extract/cache-config": "AssertionError",
     "extract/executor,extract/capture": "has no attribute 'get_input_embeddings'",
     "extract/capture": "the patch extract/capture is not in place in vLLM worker [0]",
+    "extract/reply-shape": "KeyError: 0",
     "extract/executor": "State error: sample_tokens() must be called",
 }
 
@@ -34,6 +35,9 @@ def test_without_a_patch_its_symptom_shows(
     assert symptom in process.stderr + process.stdout
 
 
-def test_every_extract_patch_has_its_symptom_here() -> None:
+def test_every_extract_patch_that_applies_has_its_symptom_here() -> None:
     covered = {patch_id for ids in SYMPTOMS for patch_id in ids.split(",")}
-    assert {patch.id for patch in registry.patches() if patch.stage == "extract"} <= covered
+    planned = registry.plan(versions.detect())
+    applied = {item.patch.id for item in planned if item.applies and item.patch.stage == "extract"}
+    assert applied <= covered
+    assert len(applied) > 5

@@ -34,6 +34,20 @@ def smollm2() -> Path:
     return model.verifier()
 
 
+def run_script(script: Path, *arguments: object) -> str:
+    """Run a script of tests/live in a process of its own; returns what it printed."""
+    process = subprocess.run(
+        [sys.executable, str(script), *map(str, arguments)],
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
+
+
 def linked_environment(directory: Path, *instead: str) -> Path:
     """A new environment with the packages of this one, and `instead` of spec-compat's.
 

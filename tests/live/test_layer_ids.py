@@ -1,12 +1,11 @@
 """Captured after layer k is what vLLM serves a head under the id k + 1: bit for bit."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.conftest import run_script
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
@@ -16,15 +15,7 @@ def test_a_head_is_served_the_states_it_was_trained_on(
     verifier: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     script = Path(__file__).with_name("aux_states.py")
-    process = subprocess.run(
-        [sys.executable, str(script), request.getfixturevalue(verifier), str(tmp_path / "out.pt")],
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
+    run_script(script, request.getfixturevalue(verifier), tmp_path / "out.pt")
     states = torch.load(tmp_path / "out.pt", weights_only=True)
     assert len(states["served"]) == 3
     for captured, served in zip(states["captured"][:3], states["served"], strict=True):

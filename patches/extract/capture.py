@@ -22,6 +22,8 @@ from typing import Any
 
 from spec_compat.patching import Patch
 
+from ._streams import Streams
+
 patch = Patch(
     module="speculators.data_generation.custom_worker",
     when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.2"},
@@ -29,27 +31,7 @@ patch = Patch(
     upstream="vllm-project/speculators#279",
 )
 
-WRAPPED_AS = ("language_model", "thinker", "llm", "model", "decoder", "text_model", "transformer")
-FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm")
-MAX_ERROR = 0.02  # relative L2; bf16 noise is below 0.01, a wrong reading is above 0.5
 MAX_GAP = 4  # units in the last place of bf16; near-ties differ by 0 or 1, mixed-up rows by dozens
-
-
-def find_decoder(model: Any) -> Any:
-    """The module that holds the decoder layers, found by walking into the wrappers around it."""
-    path, node = [type(model).__name__], model
-    while not hasattr(node, "layers"):
-        step = next((name for name in WRAPPED_AS if hasattr(node, name)), None)
-        if step is None:
-            raise ValueError(f"no decoder layers in {type(model).__name__}; tried {'.'.join(path)}")
-        path, node = [*path, step], getattr(node, step)
-    return node
-
-
-READINGS: dict[str, Callable[[Any, Any], Any]] = {
-    "hidden + residual": lambda hidden, residual: hidden + residual,
-    "hidden": lambda hidden, residual: hidden.clone(),
-}
 
 
 class LayerCapture:
@@ -62,64 +44,20 @@ class LayerCapture:
     def __init__(self, runner: Any, layer_ids: list[int], *, keep: bool) -> None:
         self.runner = runner
         self.layer_ids = list(layer_ids) if keep else []
-        self.decoder = find_decoder(runner.model)
-        norms = (getattr(self.decoder, name, None) for name in FINAL_NORMS)
-        self.norm = next(norm for norm in norms if norm is not None)
-        self.last = len(self.decoder.layers) - 1
-        self.in_step = False
-        self.read: Callable[[Any, Any], Any] | None = None
-        self.streams: dict[int, Any] = {}
+        self.streams = Streams(runner.model, self.layer_ids)
         self.partial: dict[str, list[Any]] = {}
         self.complete: dict[str, list[Any]] = {}
         self.last_states: dict[str, Any] = {}
-        for layer_id in {*self.layer_ids, self.last}:
-            self.decoder.layers[layer_id].register_forward_hook(self._hook(layer_id))
-        runner.model.register_forward_hook(self._measure)
         self._execute = runner.execute_model
         runner.execute_model = self.execute_model
 
-    def _hook(self, layer_id: int) -> Callable[..., None]:
-        def take(layer: Any, inputs: Any, output: Any) -> None:
-            if not self.in_step:  # a warm-up run computes on whatever the memory holds
-                return
-            hidden, residual = output if isinstance(output, tuple) else (output, None)
-            if residual is None:
-                self.streams[layer_id] = hidden.clone()
-            elif self.read is None:
-                self.streams[layer_id] = (hidden.clone(), residual.clone())
-            else:
-                self.streams[layer_id] = self.read(hidden, residual)
-
-        return take
-
-    def _measure(self, model: Any, inputs: Any, output: Any) -> None:
-        """Choose the reading whose final norm is what the model returned."""
-        pair = self.streams.get(self.last)
-        if self.read is not None or not isinstance(pair, tuple):
-            return
-        returned = output[0] if isinstance(output, tuple) else output
-        size = returned.float().norm()
-        errors = {
-            name: float((self.norm(read(*pair)) - returned).float().norm() / size)
-            for name, read in READINGS.items()
-        }
-        right = [name for name, error in errors.items() if error <= MAX_ERROR]
-        if not right:
-            raise RuntimeError(
-                f"the decoder layers of {type(model).__name__} cannot be read: the final norm of "
-                f"the last layer's stream is not what the model returns; relative errors {errors}"
-            )
-        self.streams = {k: READINGS[right[0]](*pair) for k, pair in self.streams.items()}
-        if len(right) == 1:
-            self.read = READINGS[right[0]]
-
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.in_step = True
+        self.streams.active = True
         output = self._execute(scheduler_output, *args, **kwargs)
-        self.in_step = False
+        self.streams.active = False
         if scheduler_output.total_num_scheduled_tokens:
             self._assign(scheduler_output.num_scheduled_tokens)
-        self.streams = {}
+        self.streams.taken = {}
         return output
 
     def _assign(self, num_scheduled_tokens: dict[str, int]) -> None:
@@ -128,10 +66,10 @@ class LayerCapture:
             stop = start + num_scheduled_tokens[request_id]
             request = self.runner.requests[request_id]
             done = request.num_computed_tokens + stop - start >= request.num_prompt_tokens
-            chunk = [self.streams[i][start:stop].to("cpu", copy=True) for i in self.layer_ids]
+            chunk = [self.streams.taken[i][start:stop].to("cpu", copy=True) for i in self.layer_ids]
             row = self._append(request_id, request.num_computed_tokens, chunk)
             if done:
-                self.last_states[request_id] = self.streams[self.last][stop - 1]
+                self.last_states[request_id] = self.streams.taken[self.streams.last][stop - 1]
             (self.complete if done else self.partial)[request_id] = row
             start = stop
 
@@ -162,7 +100,8 @@ class LayerCapture:
         """Rows whose last state, through final norm and lm_head, gives another token."""
         import torch
 
-        logits = self.runner.model.compute_logits(self.norm(torch.stack(list(states.values()))))
+        normed = self.streams.norm(torch.stack(list(states.values())))
+        logits = self.runner.model.compute_logits(normed)
         if logits is None:  # gathered on another rank
             return {}
         sampled = torch.tensor([tokens[request] for request in states], device=logits.device)

@@ -4,11 +4,22 @@ import json
 import sys
 from typing import Any
 
+from transformers import AutoTokenizer
+
 import spec_compat  # noqa: F401
 from spec_compat.patching import BadRows
 from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
-ROWS = [list(range(first, first + 30 + first)) for first in range(3, 11)]
+TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is",
+    "A triangle has three sides. A square has",
+    "To boil an egg, put it into a pot of cold water and",
+    "import json\n\nwith open(path) as stream:\n    content = json.",
+    "Once upon a time there was a small dragon who",
+    "Water freezes at zero degrees Celsius and boils at one hundred",
+    "The opposite of hot is cold, and the opposite of big is",
+    "Monday, Tuesday, Wednesday, Thursday,",
+)
 
 
 def shift(streams: dict[int, Any]) -> dict[int, Any]:
@@ -22,9 +33,9 @@ def swap(streams: dict[int, Any]) -> dict[int, Any]:
 
 
 def wrong_layer(streams: dict[int, Any]) -> dict[int, Any]:
-    """The last layer's states are those of the layer that was captured before it."""
+    """The last layer's states are those of the middle layer."""
     layers = sorted(streams)
-    return {**streams, layers[-1]: streams[layers[-2]]}
+    return {**streams, layers[-1]: streams[layers[1]]}
 
 
 def not_finite(streams: dict[int, Any]) -> dict[int, Any]:
@@ -43,21 +54,22 @@ def plant(worker: Any, name: str) -> None:
     assign = capture._assign
 
     def faulty(num_scheduled_tokens: dict[str, int]) -> None:
-        capture.streams = FAULTS[name](capture.streams)
+        capture.streams.taken = FAULTS[name](capture.streams.taken)
         assign(num_scheduled_tokens)
 
     capture._assign = faulty
 
 
 def main(model: str) -> None:
-    generator = VllmHiddenStatesGenerator(model, layer_ids=[2, 4, 5, 7], max_model_len=512)
+    rows = AutoTokenizer.from_pretrained(model)(list(TEXTS))["input_ids"]
+    generator = VllmHiddenStatesGenerator(model, layer_ids=[2, 15, 27, 29], max_model_len=512)
     refused: dict[str, dict[int, str]] = {"nothing": {}}
-    generator.generate(ROWS)
+    generator.generate(rows)
     for name in FAULTS:
         generator.executor.collective_rpc(unplant)
         generator.executor.collective_rpc(plant, args=(name,))
         try:
-            generator.generate(ROWS)
+            generator.generate(rows)
         except BadRows as error:
             refused[name] = error.reasons
     print(json.dumps(refused))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
+import errno
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,14 @@ from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenS
 import spec_compat
 from spec_compat import registry, versions
 from spec_compat.errors import UserError
-from spec_compat.patching import BadRows
 from spec_compat.pipeline import atomic
 from spec_compat.pipeline.display import size
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.plan import Dataset
-from spec_compat.pipeline.rows import BAD_ROWS, LENGTHS, Prepared, Row, bad_rows, fault
+from spec_compat.pipeline.prefill import Prefill, Step, pack
+from spec_compat.pipeline.rows import BAD_ROWS, LENGTHS, Prepared, bad_rows
 from spec_compat.pipeline.stage import Job, Result
+from spec_compat.pipeline.storage import RowFiles
 from spec_compat.report import IN_PLACE, Report
 
 # Checksums as the rows are written: a run that is continued need not read all of them again.
@@ -43,9 +43,9 @@ def run(job: Job) -> Result:
     """
     spec_compat.require(stage="extract", scope="driver")
     config = job.config
-    rows = {dataset.name: _load(job, dataset) for dataset in job.datasets}
+    rows = {d.name: Prepared(job.layout.prepared(d.name)) for d in job.datasets}
     stores = {name: Store(job.layout.rows(name), prepared) for name, prepared in rows.items()}
-    tokens = sum(len(ids) for prepared in rows.values() for ids, _mask in prepared)
+    lengths = {name: prepared.lengths for name, prepared in rows.items()}
     missing = sum(len(store.missing()) for store in stores.values())
     speed = 0.0
     if missing or not all(store.complete for store in stores.values()):
@@ -53,19 +53,10 @@ def run(job: Job) -> Result:
         with _generator(job) as generator:
             _check_workers(job)
             _check_space(job, generator, stores)
-            begun, written = time.monotonic(), 0
-            job.events.doing("extracting", sum(map(len, rows.values())))
-            allowed = config.max_bad_rows if config.on_bad_row == "skip" else 0
-            done = 0
+            speed = _extract(job, generator, stores, lengths)
             for dataset in job.datasets:
                 store = stores[dataset.name]
-                for batch in store.batches(config.batch_size):
-                    if store.missing(batch):
-                        written += _extract(generator, store, batch, allowed)
-                    done += len(batch)
-                    job.events.progress(done, written)
-                store.finish(_data_config(job, generator, dataset, store))
-            speed = written / (time.monotonic() - begun)
+                store.finish(_data_config(job, generator, dataset, store), lengths[dataset.name])
     outputs = {
         job.layout.relative(store.directory / name): atomic.sha256(store.directory / name)
         for store in stores.values()
@@ -78,7 +69,7 @@ def run(job: Job) -> Result:
         "rows": sum(map(len, rows.values())) - bad,
         "bad_rows": bad,
         "rows_written": missing,
-        "tokens": tokens,
+        "tokens": sum(map(sum, lengths.values())),
         "tokens_per_second": round(speed, 1),
         "layer_ids": list(config.layer_ids),
     }
@@ -94,12 +85,13 @@ class Store:
         self.prepared = prepared
         directory.mkdir(parents=True, exist_ok=True)
         self.bad = bad_rows(directory)
+        self.storage = RowFiles()
         self._checksums = self._kept()
 
     def path(self, index: int) -> Path:
         return self.directory / f"data_{index}.pt"
 
-    def missing(self, indices: range | None = None) -> list[int]:
+    def missing(self, indices: Iterable[int] | None = None) -> list[int]:
         indices = range(len(self.prepared)) if indices is None else indices
         return [i for i in indices if i not in self._checksums and i not in self.bad]
 
@@ -110,23 +102,21 @@ class Store:
             for name in (atomic.CHECKSUMS, LENGTHS, "data_config.json")
         )
 
-    def batches(self, batch_size: int) -> Iterator[range]:
-        """The same batches in every run: a batch with a hole in it is computed as it was before."""
-        for start in range(0, len(self.prepared), batch_size):
-            yield range(start, min(start + batch_size, len(self.prepared)))
+    def steps(self, packed: list[list[int]]) -> Iterator[Step]:
+        """The steps in which something is missing, each with all of its rows."""
+        for rows in packed:
+            if missing := self.missing(rows):
+                yield Step(str(self.directory), {r: self.prepared[r] for r in rows}, missing)
 
-    def write(self, index: int, row: Row) -> None:
-        buffer = io.BytesIO()
-        torch.save(row, buffer)
-        content = buffer.getbuffer()
-        with atomic.replacing(self.path(index)) as stream:
-            stream.write(content)
-        self._checksums[index] = hashlib.sha256(content).hexdigest()
+    def written(self, row: int, digest: str) -> None:
+        self._checksums[row] = digest
         with (self.directory / JOURNAL).open("a") as journal:
-            journal.write(self._line(index))
+            journal.write(self._line(row))
 
     def refuse(self, reasons: dict[int, str], allowed: int) -> None:
         """Leave rows out for good. Raises RuntimeError when they are more than is allowed."""
+        if not (reasons := {row: why for row, why in reasons.items() if row not in self.bad}):
+            return
         refused = {**self.bad, **reasons}
         if len(refused) > allowed:
             row = min(reasons)
@@ -137,10 +127,9 @@ class Store:
         self.bad = refused
         atomic.write_text(self.directory / BAD_ROWS, json.dumps(refused, indent=1) + "\n")
 
-    def finish(self, data_config: dict[str, Any]) -> None:
-        rows = enumerate(self.prepared)
-        lengths = {str(row): len(ids) for row, (ids, _mask) in rows if row not in self.bad}
-        atomic.write_text(self.directory / LENGTHS, json.dumps(lengths) + "\n")
+    def finish(self, data_config: dict[str, Any], lengths: list[int]) -> None:
+        kept = {str(row): length for row, length in enumerate(lengths) if row not in self.bad}
+        atomic.write_text(self.directory / LENGTHS, json.dumps(kept) + "\n")
         atomic.write_text(
             self.directory / "data_config.json", json.dumps(data_config, indent=2) + "\n"
         )
@@ -172,10 +161,6 @@ class Store:
                 if row["input_ids"].tolist() == ids and row["loss_mask"].tolist() == mask:
                     kept[index] = known.get(path.name) or atomic.sha256(path)
         return kept
-
-
-def _load(job: Job, dataset: Dataset) -> Prepared:
-    return Prepared(job.layout.prepared(dataset.name))
 
 
 @contextmanager
@@ -233,38 +218,49 @@ def _check_space(job: Job, generator: Any, stores: dict[str, Store]) -> None:
         )
 
 
-def _extract(generator: Any, store: Store, batch: range, allowed: int) -> int:
-    """Extract a batch, write the rows of it that are missing; returns the tokens processed."""
-    inputs = {index: store.prepared[index] for index in batch if index not in store.bad}
-    results = _generate(generator, store, inputs, allowed)
-    dtype = generator.vllm_config.model_config.dtype
-    layers = len(generator.layer_ids)
-    for index, result in results.items():
-        ids, mask = inputs[index]
-        row = {
-            "input_ids": result["input_ids"],
-            "hidden_states": [state.clone() for state in result["hidden_states"]],
-            "loss_mask": torch.tensor(mask, dtype=torch.long),
-        }
-        if problem := fault(row, ids, mask, layers, dtype):
-            raise RuntimeError(f"{store.directory.name} row {index}: {problem}")
-        if store.missing(range(index, index + 1)):
-            store.write(index, row)
-    return sum(len(ids) for ids, _mask in inputs.values())
+def _extract(
+    job: Job, generator: Any, stores: dict[str, Store], lengths: dict[str, list[int]]
+) -> float:
+    """Have everything written that is missing; returns the tokens computed a second."""
+    prefill = Prefill(generator, RowFiles(), job.config.sink_buffers)
+    allowed = job.config.max_bad_rows if job.config.on_bad_row == "skip" else 0
+    by_directory = {str(store.directory): store for store in stores.values()}
+    total = sum(map(len, lengths.values()))
+    done, computed, begun = (
+        total - sum(len(s.missing()) for s in stores.values()),
+        0,
+        time.monotonic(),
+    )
+    job.events.doing("extracting", total)
+
+    def steps() -> Iterator[Step]:
+        nonlocal computed
+        for name, store in stores.items():
+            packed = pack(lengths[name], prefill.tokens, job.config.batch_size)
+            for step in store.steps(packed):
+                yield step
+                computed += sum(lengths[name][row] for row in step.rows)
+
+    for answer in prefill.run(steps()):
+        if answer.failure is not None:
+            raise _failure(job, *answer.failure)
+        for written in answer.written:
+            for row in written.rows:
+                by_directory[written.directory].written(row, written.sha256)
+            done += len(written.rows)
+        for refused in answer.refused:
+            by_directory[refused.directory].refuse({refused.row: refused.reason}, allowed)
+        job.events.progress(done, computed)
+    if left := {n: store.missing() for n, store in stores.items() if store.missing()}:
+        raise RuntimeError(f"not everything was written; missing rows by dataset: {left}")
+    return computed / (time.monotonic() - begun)
 
 
-def _generate(
-    generator: Any, store: Store, inputs: dict[int, tuple[list[int], list[int]]], allowed: int
-) -> dict[int, Any]:
-    """States by row number; after a row is refused, those beside it are computed again."""
-    while indices := [index for index in inputs if index not in store.bad]:
-        try:
-            results = generator.generate([inputs[index][0] for index in indices])
-        except BadRows as error:
-            store.refuse({indices[row]: why for row, why in error.reasons.items()}, allowed)
-        else:
-            return dict(zip(indices, results, strict=True))
-    return {}
+def _failure(job: Job, number: int, text: str) -> Exception:
+    """What a writer in the worker stopped at."""
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"--output {job.layout.root}: {os.strerror(number).lower()}")
+    return RuntimeError(f"a row could not be written: {text}")
 
 
 def _data_config(job: Job, generator: Any, dataset: Dataset, store: Store) -> dict[str, Any]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import random
 import shutil
 import time
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +16,9 @@ import torch
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
-from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 from speculators.train.noise_transforms import AddUniformNoise
 from speculators.train.trainer import Trainer, TrainerConfig
 from speculators.train.utils import maybe_destroy_distributed, maybe_setup_distributed
-from torch.utils.data import DataLoader
 from transformers import AutoConfig, LlamaConfig
 
 import spec_compat
@@ -33,6 +27,7 @@ from spec_compat.pipeline import atomic, check_head, targets
 from spec_compat.pipeline.config import MASK_BLOCK
 from spec_compat.pipeline.events import Events
 from spec_compat.pipeline.layout import Layout
+from spec_compat.pipeline.loader import Rows, loader, seed_everything
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.rows import LENGTHS
 from spec_compat.pipeline.stage import Job, Result
@@ -40,20 +35,11 @@ from spec_compat.pipeline.stage import Job, Result
 # Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
 BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
 STEPS_PER_EPOCH = 8
-PREFETCH_FACTOR = 4
 CHECKPOINT_FILES = ("config.json", "model.safetensors", "optimizer_state_dict.pt")
 SCHEDULER_FILE = "scheduler_state_dict.pt"
 # Rows whose targets are checked before training, and rows that the manifest names for check-head.
 CHECKED_ROWS = 4
 SERVED_ROWS = 32
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Files of one half of the split, with their lengths in tokens."""
-
-    files: list[Path]
-    lengths: list[int]
 
 
 def run(job: Job) -> Result:
@@ -145,12 +131,6 @@ def _last_states(files: list[Path]) -> torch.Tensor:
     return torch.cat([row["hidden_states"][-1] for row in rows])
 
 
-def seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def draft_head(job: Job) -> Any:
     """A new head for the verifier, with the mapping of the map stage."""
     config = job.config
@@ -199,41 +179,6 @@ def layer_config(verifier: Any, num_layers: int) -> LlamaConfig:
     )
     config._attn_implementation = "simple_flex_attention"
     return config
-
-
-def loader(
-    job: Job, rows: Rows, total_seq_len: int, world_size: int, rank: int, noise: Any
-) -> DataLoader[Any]:
-    """Batches of whole rows, packed to `total_seq_len` tokens; the same for the same seed."""
-    workers = job.config.num_workers
-    if workers is None:
-        workers = min(12, len(os.sched_getaffinity(0)))
-    dataset = Eagle3SampleFileDataset(
-        total_seq_len, file_list=[str(file) for file in rows.files], transform=noise
-    )
-    generator = torch.Generator().manual_seed(job.config.seed + rank)
-    return DataLoader(
-        dataset,
-        batch_sampler=MultipackDistributedBatchSamplerV2(
-            batch_max_length=total_seq_len,
-            # The dataset guesses lengths from file sizes; a guess too low cuts the last row off.
-            lengths=rows.lengths,
-            num_replicas=world_size,
-            rank=rank,
-            seed=job.config.seed,
-        ),
-        num_workers=workers,
-        prefetch_factor=PREFETCH_FACTOR if workers else None,
-        pin_memory=torch.cuda.is_available(),
-        collate_fn=create_collate_fn(total_seq_len),
-        worker_init_fn=partial(_seed_worker, job.config.seed),
-        persistent_workers=workers > 0,
-        generator=generator,
-    )
-
-
-def _seed_worker(seed: int, worker: int) -> None:
-    seed_everything(seed + worker)
 
 
 class Metrics(logging.Handler):

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from spec_compat import __version__, registry, versions
 from spec_compat.registry import Planned
+from spec_compat.support import Findings, support
 from spec_compat.versions import Environment
 
 # Beside vllm and speculators, which the supported set names.
@@ -24,17 +25,18 @@ def doctor(as_json: bool) -> int:
     """Print the findings; 0 when the pipeline can run, else 1."""
     environment = versions.detect()
     planned = registry.plan(environment)
-    problems = find_problems(environment, planned)
+    found = examine(environment, planned)
     if as_json:
-        print(json.dumps(_content(environment, planned, problems), indent=1))
+        print(json.dumps(_content(environment, planned, found), indent=1))
     else:
-        _print(environment, planned, problems)
-    return 1 if problems else 0
+        _print(environment, planned, found)
+    return 1 if found.problems else 0
 
 
-def find_problems(environment: Environment, planned: tuple[Planned, ...]) -> list[str]:
-    """One line for each thing that keeps the pipeline from running."""
-    problems = versions.support().check(environment)
+def examine(environment: Environment, planned: tuple[Planned, ...]) -> Findings:
+    """One line for each thing that keeps the pipeline from running, or that is assumed."""
+    found = support().check(environment)
+    problems = found.problems
     problems += [f"{name} is not installed" for name in NEEDED if not _is_there(name)]
     problems += [
         f"{item.patch.id} is required here, and is {item.reason}"
@@ -47,7 +49,7 @@ def find_problems(environment: Environment, planned: tuple[Planned, ...]) -> lis
             "vLLM's workers would not be patched: the entry point of spec-compat is not visible; "
             "install it with pip into this environment"
         )
-    return problems
+    return found
 
 
 def _is_there(name: str) -> bool:
@@ -71,7 +73,7 @@ def _plugins() -> str:
 
 
 def _content(
-    environment: Environment, planned: tuple[Planned, ...], problems: list[str]
+    environment: Environment, planned: tuple[Planned, ...], found: Findings
 ) -> dict[str, Any]:
     return {
         "spec_compat": __version__,
@@ -88,11 +90,12 @@ def _content(
             for item in planned
         ],
         PLUGINS: os.environ.get(PLUGINS),
-        "problems": problems,
+        "problems": found.problems,
+        "warnings": found.warnings,
     }
 
 
-def _print(environment: Environment, planned: tuple[Planned, ...], problems: list[str]) -> None:
+def _print(environment: Environment, planned: tuple[Planned, ...], found: Findings) -> None:
     console = Console()
     releases = Table("package", "release", "found in", title="Releases", title_justify="left")
     for name, release in environment.releases.items():
@@ -106,11 +109,9 @@ def _print(environment: Environment, planned: tuple[Planned, ...], problems: lis
     for item in planned:
         patches.add_row(item.patch.id, "yes" if item.applies else "no", item.reason)
     console.print(patches)
-    supported = versions.support()
-    for name in ("vllm", "speculators"):
-        print(f"supported {name}: {', '.join(supported.releases(name))}")
     print(f"{PLUGINS}: {_plugins()}")
     print(f"entry point: {'visible' if _entry_point_is_visible() else 'not visible'} to vLLM")
-    for problem in problems:
-        print(f"problem: {problem}")
-    print("the pipeline can run" if not problems else "the pipeline cannot run")
+    for kind, lines in (("warning", found.warnings), ("problem", found.problems)):
+        for line in lines:
+            print(f"{kind}: {line}")
+    print("the pipeline can run" if not found.problems else "the pipeline cannot run")

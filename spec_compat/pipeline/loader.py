@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +52,10 @@ def loader(
         prefetch_factor=PREFETCH_FACTOR if workers else None,
         pin_memory=torch.cuda.is_available(),
         collate_fn=create_collate_fn(total_seq_len),
-        worker_init_fn=partial(_seed_worker, job.config.seed),
-        persistent_workers=workers > 0,
+        # Workers that live for one epoch are seeded by the generator, whose state a checkpoint has:
+        # a resumed epoch gets the noise that it would have had.
         generator=generator,
     )
-
-
-def _seed_worker(seed: int, worker: int) -> None:
-    seed_everything(seed + worker)
 
 
 def seed_everything(seed: int) -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import random
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from transformers import AutoConfig, LlamaConfig
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, check_head, targets
+from spec_compat.pipeline import atomic, check_head, checkpoints, targets
 from spec_compat.pipeline.config import MASK_BLOCK
 from spec_compat.pipeline.events import Events
 from spec_compat.pipeline.layout import Layout
@@ -35,8 +34,6 @@ from spec_compat.pipeline.stage import Job, Result
 # Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
 BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
 STEPS_PER_EPOCH = 8
-CHECKPOINT_FILES = ("config.json", "model.safetensors", "optimizer_state_dict.pt")
-SCHEDULER_FILE = "scheduler_state_dict.pt"
 # Rows whose targets are checked before training, and rows that the manifest names for check-head.
 CHECKED_ROWS = 4
 SERVED_ROWS = 32
@@ -57,7 +54,7 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     config, layout = job.config, job.layout
     train, validation = split(job, world_size)
     total_seq_len = config.total_seq_len or batch_tokens(train.lengths)
-    first_epoch = _drop_unfinished(layout.checkpoints) if rank == 0 else 0
+    first_epoch = checkpoints.drop_unfinished(layout.checkpoints) if rank == 0 else 0
     if is_distributed:
         torch.distributed.barrier()
     seed_everything(config.seed)
@@ -188,8 +185,9 @@ class Metrics(logging.Handler):
         super().__init__()
         self._events = events
         self._path = layout.metrics
-        self.records = self._earlier(first_epoch)
-        self._steps = self._done = self._epochs = 0
+        self.records = checkpoints.kept_metrics(layout.metrics, first_epoch)
+        self._steps = self._epochs = 0
+        self._first = self._done = self.steps
         self._tokens_per_step = 0.0
 
     def plan(self, epochs: int, steps_per_epoch: int, tokens_per_epoch: int) -> None:
@@ -213,7 +211,7 @@ class Metrics(logging.Handler):
         self._done += 1
         self._events.progress(
             self._done,
-            round(self._done * self._tokens_per_step),
+            round((self._done - self._first) * self._tokens_per_step),
             f"epoch {message['epoch'] + 1}/{self._epochs}, loss {loss:.3f}  ",
         )
 
@@ -226,38 +224,6 @@ class Metrics(logging.Handler):
         """The last validation, by the names of the training metrics."""
         last = next(record["val"] for record in reversed(self.records) if "val" in record)
         return {name.removesuffix("_epoch"): value for name, value in last.items()}
-
-    def _earlier(self, first_epoch: int) -> list[dict[str, Any]]:
-        """What earlier attempts logged of the epochs that are kept."""
-        if not self._path.is_file():
-            return []
-        lines = self._path.read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines if line.endswith("}")]
-        kept = [record for record in records if record["epoch"] < first_epoch]
-        atomic.write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
-        return kept
-
-
-def _drop_unfinished(checkpoints: Path) -> int:
-    """Remove the epochs that a killed run left incomplete; returns the first epoch to train."""
-    epochs = sorted(int(d.name) for d in checkpoints.glob("*") if d.name.isdigit())
-    for expected, epoch in enumerate(epochs):
-        if epoch != expected or not _is_whole(checkpoints / str(epoch)):
-            for later in epochs[expected:]:
-                shutil.rmtree(checkpoints / str(later))
-            return expected
-    return len(epochs)
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    if not all((checkpoint / name).is_file() for name in CHECKPOINT_FILES):
-        return False
-    try:
-        # Written last, so that the files before it are whole when it is.
-        torch.load(checkpoint / SCHEDULER_FILE, weights_only=True)
-    except Exception:
-        return False
-    return True
 
 
 def _result(

@@ -83,6 +83,14 @@ class RunConfig(BaseModel):
     batch_size: int = _option(
         256, "extract", "Most rows that the verifier computes in one step.", ge=1, le=256
     )
+    storage: Literal["rows", "shards"] = _option(
+        "rows",
+        "extract",
+        "A data_{i}.pt for each row, as speculators reads them, or rows together in safetensors.",
+    )
+    storage_dtype: Literal["verifier", "fp8"] = _option(
+        "verifier", "extract", "Hidden states as they are, or in shards as fp8: half the bytes."
+    )
     sink_buffers: int | None = _option(
         None,
         None,

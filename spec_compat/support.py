@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from spec_compat.versions import Environment, Release, table
+from spec_compat.versions import Environment, Release, matches, table
 
 Status = Literal["supported", "fails", "static only", "impossible"]
 LINES = ("speculators", "vllm")
@@ -127,12 +128,36 @@ class Support:
             found.warnings.append(f"{package} {text}")
         return known
 
-    def install_lines(self, vllm: str) -> tuple[str, ...]:
-        """The commands that put a known release of vLLM beside speculators, in their order."""
+    def install_lines(self, speculators: str, vllm: str, wheel: str = "vllm") -> tuple[str, ...]:
+        """The commands that put two known releases beside each other; none for an unknown wheel."""
         for group in self.install:
-            if vllm in group["vllm"]:
-                return tuple(line.format(**self.row("vllm", vllm)) for line in group["lines"])
+            fits = (
+                matches(Version(vllm), group["vllm"]),
+                matches(Version(speculators), group["speculators"]),
+            )
+            if group["wheel"] == wheel and all(fits):
+                words = {**self.row("vllm", vllm), "vllm": vllm, "speculators": speculators}
+                return tuple(line.format(**words) for line in group["lines"])
         return ()
+
+    def disagreements(self, speculators: str, vllm: str) -> list[str]:
+        """What the two releases cannot both have, so that pip refuses to install both."""
+        line, release = f"speculators {speculators}", f"vllm {vllm}"
+        ours, theirs = self.row("speculators", speculators), self.row("vllm", vllm)
+        return [
+            f"{line} asks for {name} {ours[name]}, {release} for {theirs[name]}"
+            for name in ("torch", "transformers")
+            if not _overlap(ours[name], theirs[name])
+        ]
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether a release that one of the two specifiers names satisfies both."""
+    both = [SpecifierSet(text if not text[:1].isdigit() else f"=={text}") for text in (one, other)]
+    named = [Version(clause.version.rstrip(".*")) for found in both for clause in found]
+    return all(not found for found in both) or any(
+        all(found.contains(version) for found in both) for version in named
+    )
 
 
 def _assumed(release: Release, row: Mapping[str, Any], newest: str) -> str:

@@ -75,8 +75,8 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     if is_distributed:
         torch.distributed.barrier()
     seed_everything(config.seed)
-    model = draft_head(job)
     verifier = targets.Verifier(config.model, config.trust_remote_code)
+    model = draft_head(job)
     if rank == 0:
         targets.check(model, verifier, _last_states(train.files[:CHECKED_ROWS]))
     train_loader = loader(
@@ -181,6 +181,7 @@ def draft_head(job: Job) -> Any:
 def layer_config(verifier: Any, num_layers: int) -> LlamaConfig:
     """The head's decoder layer: a Llama layer of the verifier's geometry and rotary embedding."""
     text = getattr(verifier, "text_config", verifier)
+    theta, scaling = check_head.rope(text.to_dict())
     config = LlamaConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
@@ -189,12 +190,12 @@ def layer_config(verifier: Any, num_layers: int) -> LlamaConfig:
         num_attention_heads=text.num_attention_heads,
         num_key_value_heads=text.num_key_value_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        hidden_act=getattr(text, "hidden_act", "silu"),
+        hidden_act="silu",  # whatever the verifier's is: vLLM's Llama layer knows no other
         max_position_embeddings=text.max_position_embeddings,
         initializer_range=text.initializer_range,
         rms_norm_eps=text.rms_norm_eps,
-        rope_theta=getattr(text, "rope_theta", 10000.0),
-        rope_scaling=getattr(text, "rope_scaling", None),
+        rope_theta=theta or 10000.0,
+        rope_scaling=scaling,
         tie_word_embeddings=False,
     )
     config._attn_implementation = "simple_flex_attention"

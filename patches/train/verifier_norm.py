@@ -22,6 +22,7 @@ patch = Patch(
     module="speculators.models.eagle3.core",
     when={"speculators": ">=0.3,<0.5"},
     upstream="vllm-project/speculators#313",
+    after=("train/verifier-weights",),
 )
 
 NORM_WEIGHT = "model.norm.weight"
@@ -58,15 +59,14 @@ def final_norm(module: ModuleType, verifier: str) -> Any:
     """The verifier's final norm with its weight as a buffer, so that no checkpoint contains it."""
     from transformers import AutoModel
 
+    # The language model's config and names, by train/verifier-weights.
     config = module.AutoConfig.from_pretrained(verifier)
-    config = getattr(config, "text_config", config)
     config.num_hidden_layers = 1
     with module.torch.device("meta"):
         norm = AutoModel.from_config(config).norm
-    try:
-        weight = module.load_model_layers([NORM_WEIGHT], verifier)[NORM_WEIGHT]
-    except (KeyError, ValueError):
-        raise ValueError(f"{verifier}: no {NORM_WEIGHT} among the verifier's weights") from None
+    weights = module.load_model_layers([NORM_WEIGHT], verifier)
+    if NORM_WEIGHT not in weights:
+        raise ValueError(f"{verifier}: no {NORM_WEIGHT} among the verifier's weights")
     del norm.weight
-    norm.register_buffer("weight", weight.float(), persistent=False)
+    norm.register_buffer("weight", weights[NORM_WEIGHT].float(), persistent=False)
     return norm

@@ -255,7 +255,7 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
 def _inherited(layer: Mapping[str, Any]) -> dict[str, Any]:
     """What a head's layer has of the verifier's."""
     theta, scaling = rope(layer)
-    fields = {key: layer.get(key) for key in ("vocab_size", "hidden_size", "head_dim")}
+    fields = {key: layer.get(key) for key in ("vocab_size", "hidden_size")}
     return {**fields, "rope_theta": theta, "rope_scaling": scaling}
 
 

@@ -1,5 +1,6 @@
 """The head is served with the rotary embedding that it was trained with: the verifier's."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,16 @@ THETA = {"default": 1e6, "llama 3": 5e5, "of images": 1e6, "transformers 5": 5e5
 THETA["transformers 5, by kind of layer"] = 1e6
 
 
+# What a run says of the head's layers: as the verifier's.
+OPTIONS: Any = SimpleNamespace(
+    num_layers=1,
+    draft_intermediate_size=None,
+    draft_heads=None,
+    draft_kv_heads=None,
+    draft_head_dim=None,
+)
+
+
 def verifier(**overrides: Any) -> LlamaConfig:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     return LlamaConfig(**heads, hidden_size=64, max_position_embeddings=512, **overrides)
@@ -71,7 +82,7 @@ def served(config: LlamaConfig) -> torch.Tensor:
 def test_training_and_vllm_turn_alike(case: str) -> None:
     from spec_compat.pipeline.train import layer_config
 
-    config = layer_config(verifier(**ROTARY[case]), 1)
+    config = layer_config(verifier(**ROTARY[case]), OPTIONS)
     assert config.rope_theta == THETA.get(case, 1e4)
     torch.testing.assert_close(trained(config), served(config), rtol=1e-4, atol=2e-4)
 
@@ -81,13 +92,14 @@ def test_a_scaling_is_the_verifiers(case: str) -> None:
     from spec_compat.pipeline.train import layer_config
 
     config = verifier(**ROTARY[case])
-    torch.testing.assert_close(trained(layer_config(config, 1)), trained(config))
+    torch.testing.assert_close(trained(layer_config(config, OPTIONS)), trained(config))
 
 
 def test_the_layer_is_one_that_vllm_knows_whatever_the_verifiers_is() -> None:
     """vLLM's Llama layer refuses every activation but silu."""
     from spec_compat.pipeline.train import layer_config
 
-    config = layer_config(Gemma2Config(head_dim=32, hidden_activation="gelu_pytorch_tanh"), 2)
-    assert (config.model_type, config.hidden_act, config.num_hidden_layers) == ("llama", "silu", 2)
+    gemma = Gemma2Config(head_dim=32, hidden_activation="gelu_pytorch_tanh")
+    config = layer_config(gemma, OPTIONS)
+    assert (config.model_type, config.hidden_act, config.num_hidden_layers) == ("llama", "silu", 1)
     assert (config.attention_bias, config.mlp_bias, config.head_dim) == (False, False, 32)

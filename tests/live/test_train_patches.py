@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, GemmaFor
 
 import spec_compat
 from spec_compat.errors import UserError
+from tests.live.test_draft_config import OPTIONS
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
@@ -20,7 +22,7 @@ pytestmark = [pytest.mark.live, pytest.mark.slow]
 OFFSET, DRAFTED = 100, 256
 
 
-def new_head(verifier: Path) -> Any:
+def new_head(verifier: Path, **options: int) -> Any:
     """A head that drafts the tokens from 100 to 355 of a verifier's 512."""
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -30,7 +32,9 @@ def new_head(verifier: Path) -> Any:
     t2d = torch.zeros(512, dtype=torch.bool)
     t2d[OFFSET : OFFSET + DRAFTED] = True
     config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer_config(AutoConfig.from_pretrained(verifier), 1),
+        transformer_layer_config=layer_config(
+            AutoConfig.from_pretrained(verifier), SimpleNamespace(**{**vars(OPTIONS), **options})
+        ),
         draft_vocab_size=DRAFTED,
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
@@ -150,3 +154,29 @@ def test_dense_attention_equals_flex_attention() -> None:
         for mine, reference in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-4, atol=1e-5)
         mask = attention.extend_mask_for_draft_tokens(mask)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_head_of_several_layers_has_a_finite_loss(layers: int, tiny_llama: Path) -> None:
+    """Rows of different lengths, one of which nothing is learnt from, and padding after them."""
+    torch.manual_seed(0)
+    head = new_head(tiny_llama, num_layers=layers)
+    assert len(head.layers) == layers
+    lengths, total = (70, 1, 40), 128
+    mask = torch.zeros(1, total)
+    mask[:, 20:70] = 1
+    rows = [torch.arange(1, length + 1) for length in lengths]
+    positions = torch.cat([*rows, torch.zeros(total - sum(lengths))]).long()[None]
+    *_, loss, _metrics = head(
+        torch.randn(1, total, 3 * 64),
+        torch.randint(3, 512, (1, total)),
+        lengths=torch.tensor(lengths),
+        loss_mask=mask,
+        position_ids=positions,
+        verifier_last_hidden_states=torch.randn(1, total, 64),
+        ttt_steps=3,
+        ttt_step_loss_decay=1.0,
+    )
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(torch.isfinite(p.grad).all() for p in head.parameters() if p.grad is not None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import shutil
 import subprocess
 import tempfile
@@ -293,9 +294,9 @@ def _default(value: object) -> str:
 
 
 def eagle3(sources: Path) -> list[str]:
-    """Classes among vLLM's models that implement SupportsEagle3, inherited or not."""
-    bases = dict[str, set[str]]()
-    for file in (sources / "vllm" / "model_executor" / "models").rglob("*.py"):
+    """The architectures whose class in vLLM implements SupportsEagle3, inherited or not."""
+    models, bases = sources / "vllm" / "model_executor" / "models", dict[str, set[str]]()
+    for file in models.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.ClassDef):
                 names = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
@@ -303,7 +304,9 @@ def eagle3(sources: Path) -> list[str]:
     found = {"SupportsEagle3"}
     while more := {name for name, above in bases.items() if above & found} - found:
         found |= more
-    return sorted(name for name in found if "For" in name)
+    text = (models / "registry.py").read_text("utf-8")
+    registered = re.findall(r'"(\w+)":\s*\(\s*"\w+",\s*"(\w+)"', text)
+    return sorted({architecture for architecture, name in registered if name in found})
 
 
 def holds(sources: Path, name: str, function: str, text: str) -> bool:

@@ -3,7 +3,7 @@
 Symptom  TypeError: Scheduler.__init__() missing 1 required positional argument: 'block_size'.
          Silent: with more tokens in a call than the scheduler's budget (8,192), hidden states come
          back that belong to other rows, and the last rows come back short.
-Cause    `block_size` is required since vLLM 0.11.2. Since then chunked prefill is on as well, and
+Cause    `block_size` is required since vLLM 0.11.1. Since then chunked prefill is on as well, and
          the generator of 0.3 aborts every request of a step after that step, also one of which
          only a chunk was computed (vllm-project/speculators#279). That of 0.4 aborts none before
          the end, so that after 32 rows (the limit on sequences) no further one is scheduled:
@@ -23,7 +23,7 @@ from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.2"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.1"},
     upstream="vllm-project/speculators#279",
 )
 

@@ -10,7 +10,7 @@ MAX_GAP = 4
 
 
 def gaps(logits: Any, sampled: Any) -> Any:
-    """float32 [2, rows]: the gap in units in the last place of bf16, and the token of the logits.
+    """float32 [rows, 2]: the gap in units in the last place of bf16, and the token of the logits.
 
     `logits` [rows, vocabulary] are those of the last states, `sampled` int64 [rows] what vLLM
     chose. Nothing here waits for the device.
@@ -21,7 +21,7 @@ def gaps(logits: Any, sampled: Any) -> Any:
     best, token = logits.max(dim=-1)
     unit = torch.exp2(best.abs().clamp_min(1e-30).log2().floor() - 7)  # bf16: 8 bits
     gap = (best - logits.gather(1, sampled[:, None])[:, 0]) / unit
-    return torch.stack([gap, token.float()])
+    return torch.stack([gap, token.float()], dim=1)
 
 
 def contradiction(gap: float, token: float, sampled: int) -> str:

@@ -171,7 +171,7 @@ class Sink:
         step.sampled = [tokens[place.request_id] for place in step.places]
         device = step.logits.device
         proof = gaps(step.logits, torch.tensor(step.sampled).to(device, non_blocking=True))
-        step.copied, step.logits = self._copy([(step.buffer.proof, proof.T)]), None
+        step.copied, step.logits = self._copy([(step.buffer.proof, proof)]), None
         self._writers.submit(self._release, step)
 
     def answer(self) -> Answer:

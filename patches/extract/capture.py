@@ -118,7 +118,7 @@ class LayerCapture:
         if logits is None:  # gathered on another rank
             return {}
         sampled = [tokens[request] for request in states]
-        proofs = gaps(logits, torch.tensor(sampled, device=logits.device)).T.tolist()
+        proofs = gaps(logits, torch.tensor(sampled, device=logits.device)).tolist()
         return {
             request: reason
             for request, (gap, theirs), token in zip(states, proofs, sampled, strict=True)

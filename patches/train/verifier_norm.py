@@ -20,6 +20,7 @@ patch = Patch(
     module="speculators.models.eagle3.core",
     when={"speculators": ">=0.3,<0.4"},
     upstream="vllm-project/speculators#313",
+    after=("train/verifier-weights",),
 )
 
 NORM_WEIGHT = "model.norm.weight"
@@ -48,6 +49,7 @@ def final_norm(module: ModuleType, verifier: str) -> Any:
     """The verifier's final norm with its weight as a buffer, so that no checkpoint contains it."""
     from transformers import AutoModel
 
+    # The language model's config and names, by train/verifier-weights.
     config = module.AutoConfig.from_pretrained(verifier)
     config.num_hidden_layers = 1
     with module.torch.device("meta"):

@@ -115,7 +115,9 @@ def verifier_problems(config: Mapping[str, Any]) -> list[str]:
         return [f"the verifier cannot be read: {str(error).removeprefix('--model ')}"]
     theirs = whole.get("text_config", whole)
     ours, found = config["transformer_layer_config"], []
-    for key in ("vocab_size", "hidden_size", "head_dim", "rope_theta", "rope_scaling"):
+    # Latent attention (MLA) has no head that a Llama layer could be like.
+    width = () if theirs.get("kv_lora_rank") else ("head_dim",)
+    for key in ("vocab_size", "hidden_size", *width, "rope_theta", "rope_scaling"):
         own, other = (_field(layer, key) for layer in (ours, theirs))
         # A config.json may rely on its class's default.
         if own != other and not (other is None and key != "rope_scaling"):
@@ -252,11 +254,11 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
 def _field(layer: Mapping[str, Any], key: str) -> Any:
     """A field of a layer's config, wherever this release of transformers writes it."""
     rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    rope = verifier.head_rope_scaling(rope) or {}
     theta = layer.get("rope_theta", rope.pop("rope_theta", None))
     if key == "rope_theta":
         return theta
     if key == "rope_scaling":
-        kind = rope.pop("type", None)
-        rope.setdefault("rope_type", kind or "default")
+        rope.setdefault("rope_type", "default")
         return None if rope["rope_type"] == "default" else rope
     return layer.get(key)

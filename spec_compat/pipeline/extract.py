@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from speculators.data_generation.config_generator import DataGenerationConfig
 from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
@@ -26,7 +25,7 @@ from spec_compat.pipeline.plan import Dataset
 from spec_compat.pipeline.prefill import Prefill, Step, pack
 from spec_compat.pipeline.rows import BAD_ROWS, LENGTHS, Prepared, bad_rows
 from spec_compat.pipeline.stage import Job, Result
-from spec_compat.pipeline.storage import RowFiles
+from spec_compat.pipeline.storage import INDEX, RowFiles, storage
 from spec_compat.report import IN_PLACE, Report
 
 # Checksums as the rows are written: a run that is continued need not read all of them again.
@@ -36,7 +35,7 @@ OVERHEAD = 1.05
 
 
 def run(job: Job) -> Result:
-    """Write `gen/<dataset>/data_{i}.pt`; rows that are there already are kept.
+    """Write the rows to `gen/<dataset>`, in files of --storage; those that are there are kept.
 
     A row is input_ids int64 [s], loss_mask int64 [s], hidden_states: four tensors [s, hidden] in
     the verifier's dtype, by depth, taken after each layer and before the final norm.
@@ -44,23 +43,25 @@ def run(job: Job) -> Result:
     spec_compat.require(stage="extract", scope="driver")
     config = job.config
     rows = {d.name: Prepared(job.layout.prepared(d.name)) for d in job.datasets}
-    stores = {name: Store(job.layout.rows(name), prepared) for name, prepared in rows.items()}
+    kind = storage(config.storage, fp8=config.storage_dtype == "fp8")
+    stores = {name: Store(job.layout.rows(name), there, kind) for name, there in rows.items()}
     lengths = {name: prepared.lengths for name, prepared in rows.items()}
     missing = sum(len(store.missing()) for store in stores.values())
     speed = 0.0
-    if missing or not all(store.complete for store in stores.values()):
+    if missing or not all(file.is_file() for s in stores.values() for file in s.lists):
         job.events.doing("loading the verifier")
         with _generator(job) as generator:
             _check_workers(job)
-            _check_space(job, generator, stores)
-            speed = _extract(job, generator, stores, lengths)
+            _check_space(job, generator, kind, stores)
+            prefill = Prefill(generator, kind, config.sink_buffers)
+            speed = _extract(job, prefill, stores, lengths)
             for dataset in job.datasets:
                 store = stores[dataset.name]
                 store.finish(_data_config(job, generator, dataset, store), lengths[dataset.name])
     outputs = {
-        job.layout.relative(store.directory / name): atomic.sha256(store.directory / name)
+        job.layout.relative(file): atomic.sha256(file)
         for store in stores.values()
-        for name in (atomic.CHECKSUMS, LENGTHS, "data_config.json")
+        for file in store.lists
     }
     bad = sum(len(store.bad) for store in stores.values())
     if bad:
@@ -80,38 +81,37 @@ def run(job: Job) -> Result:
 class Store:
     """The files of one dataset's rows, and their checksums as `sha256sum -c` reads them."""
 
-    def __init__(self, directory: Path, prepared: Prepared) -> None:
+    def __init__(self, directory: Path, prepared: Prepared, storage: RowFiles) -> None:
         self.directory = directory
         self.prepared = prepared
+        self.storage = storage
         directory.mkdir(parents=True, exist_ok=True)
         self.bad = bad_rows(directory)
-        self.storage = RowFiles()
-        self._checksums = self._kept()
-
-    def path(self, index: int) -> Path:
-        return self.directory / f"data_{index}.pt"
+        self._checksums: dict[str, str] = {}
+        self._files = self._kept()
 
     def missing(self, indices: Iterable[int] | None = None) -> list[int]:
         indices = range(len(self.prepared)) if indices is None else indices
-        return [i for i in indices if i not in self._checksums and i not in self.bad]
+        return [i for i in indices if i not in self._files and i not in self.bad]
 
     @property
-    def complete(self) -> bool:
-        return all(
-            (self.directory / name).is_file()
-            for name in (atomic.CHECKSUMS, LENGTHS, "data_config.json")
-        )
+    def lists(self) -> list[Path]:
+        """What is written once all rows are."""
+        names = (atomic.CHECKSUMS, LENGTHS, "data_config.json", *self.storage.lists)
+        return [self.directory / name for name in names]
 
     def steps(self, packed: list[list[int]]) -> Iterator[Step]:
         """The steps in which something is missing, each with all of its rows."""
         for rows in packed:
             if missing := self.missing(rows):
-                yield Step(str(self.directory), {r: self.prepared[r] for r in rows}, missing)
+                keep = rows if self.storage.whole_steps else missing
+                yield Step(str(self.directory), {r: self.prepared[r] for r in rows}, keep)
 
-    def written(self, row: int, digest: str) -> None:
-        self._checksums[row] = digest
+    def written(self, name: str, rows: list[int], digest: str) -> None:
+        self._files.update(dict.fromkeys(rows, name))
+        self._checksums[name] = digest
         with (self.directory / JOURNAL).open("a") as journal:
-            journal.write(self._line(row))
+            journal.write(self._line(name))
 
     def refuse(self, reasons: dict[int, str], allowed: int) -> None:
         """Leave rows out for good. Raises RuntimeError when they are more than is allowed."""
@@ -129,38 +129,46 @@ class Store:
 
     def finish(self, data_config: dict[str, Any], lengths: list[int]) -> None:
         kept = {str(row): length for row, length in enumerate(lengths) if row not in self.bad}
-        atomic.write_text(self.directory / LENGTHS, json.dumps(kept) + "\n")
-        atomic.write_text(
-            self.directory / "data_config.json", json.dumps(data_config, indent=2) + "\n"
-        )
-        lines = "".join(map(self._line, sorted(self._checksums)))
-        atomic.write_text(self.directory / atomic.CHECKSUMS, lines)
+        rows = {str(row): self._files[row] for row in sorted(self._files) if row not in self.bad}
+        contents = {
+            LENGTHS: json.dumps(kept) + "\n",
+            "data_config.json": json.dumps(data_config, indent=2) + "\n",
+            atomic.CHECKSUMS: "".join(map(self._line, sorted(self._checksums, key=_by_number))),
+            INDEX: json.dumps({"rows": rows}) + "\n",
+        }
+        for file in self.lists:
+            atomic.write_text(file, contents[file.name])
         (self.directory / JOURNAL).unlink(missing_ok=True)
 
     def digest(self) -> str:
-        return digest_of({str(index): digest for index, digest in self._checksums.items()})
+        return digest_of(self._checksums)
 
     def bytes(self) -> int:
-        return sum(self.path(index).stat().st_size for index in self._checksums)
+        return sum((self.directory / name).stat().st_size for name in self._checksums)
 
-    def _line(self, index: int) -> str:
-        return f"{self._checksums[index]}  {self.path(index).name}\n"
+    def _line(self, name: str) -> str:
+        return f"{self._checksums[name]}  {name}\n"
 
     def _kept(self) -> dict[int, str]:
-        """Rows of an earlier attempt that belong to the prepared rows of now."""
+        """The file of each row of an earlier attempt that belongs to the prepared rows of now."""
         for part in self.directory.glob(".*.part"):
             part.unlink()
         known = {}
         for name in (atomic.CHECKSUMS, JOURNAL):
             known.update(atomic.checksums(self.directory / name))
         kept = {}
-        for index, (ids, mask) in enumerate(self.prepared):
-            path = self.path(index)
-            if path.is_file():
-                row = torch.load(path, mmap=True, weights_only=True)
-                if row["input_ids"].tolist() == ids and row["loss_mask"].tolist() == mask:
-                    kept[index] = known.get(path.name) or atomic.sha256(path)
+        for file, rows in self.storage.there(self.directory):
+            if all(self._is_prepared(row, *stored) for row, stored in rows.items()):
+                self._checksums[file.name] = known.get(file.name) or atomic.sha256(file)
+                kept.update(dict.fromkeys(rows, file.name))
         return kept
+
+    def _is_prepared(self, row: int, ids: list[int], mask: list[int]) -> bool:
+        return row < len(self.prepared) and self.prepared[row] == (ids, mask)
+
+
+def _by_number(name: str) -> int:
+    return int(Path(name).stem.rpartition("_")[2])
 
 
 @contextmanager
@@ -205,11 +213,11 @@ def _check_workers(job: Job) -> None:
         )
 
 
-def _check_space(job: Job, generator: Any, stores: dict[str, Store]) -> None:
-    hidden = generator.vllm_config.model_config.get_hidden_size()
-    itemsize = generator.vllm_config.model_config.dtype.itemsize
+def _check_space(job: Job, generator: Any, kind: RowFiles, stores: dict[str, Store]) -> None:
+    model = generator.vllm_config.model_config
+    width = kind.token_bytes(len(generator.layer_ids), model.get_hidden_size(), model.dtype)
     tokens = sum(len(s.prepared[index][0]) for s in stores.values() for index in s.missing())
-    needed = tokens * (4 * hidden * itemsize + 16) * OVERHEAD
+    needed = tokens * (width + 16) * OVERHEAD
     free = shutil.disk_usage(job.layout.gen).free
     if needed > free:
         raise UserError(
@@ -219,10 +227,9 @@ def _check_space(job: Job, generator: Any, stores: dict[str, Store]) -> None:
 
 
 def _extract(
-    job: Job, generator: Any, stores: dict[str, Store], lengths: dict[str, list[int]]
+    job: Job, prefill: Prefill, stores: dict[str, Store], lengths: dict[str, list[int]]
 ) -> float:
     """Have everything written that is missing; returns the tokens computed a second."""
-    prefill = Prefill(generator, RowFiles(), job.config.sink_buffers)
     allowed = job.config.max_bad_rows if job.config.on_bad_row == "skip" else 0
     by_directory = {str(store.directory): store for store in stores.values()}
     total = sum(map(len, lengths.values()))
@@ -245,8 +252,7 @@ def _extract(
         if answer.failure is not None:
             raise _failure(job, *answer.failure)
         for written in answer.written:
-            for row in written.rows:
-                by_directory[written.directory].written(row, written.sha256)
+            by_directory[written.directory].written(written.name, written.rows, written.sha256)
             done += len(written.rows)
         for refused in answer.refused:
             by_directory[refused.directory].refuse({refused.row: refused.reason}, allowed)

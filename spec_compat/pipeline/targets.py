@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from spec_compat.errors import UserError
+from spec_compat.pipeline.verifier import language_model
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-NORM, HEAD, EMBEDDINGS = "model.norm.weight", "lm_head.weight", "embed_tokens.weight"
+NORM, HEAD, EMBEDDINGS = "norm.weight", "lm_head.weight", "embed_tokens.weight"
 # Logits of a slice of the vocabulary are held at a time.
 SLICE = 1 << 14
 # Both sides compute in float32 from the same weights: only exact ties may differ.
@@ -30,18 +30,14 @@ class Verifier:
     """The verifier's final norm and its whole lm_head, [vocabulary, hidden] in its own dtype."""
 
     def __init__(self, model: str, trust_remote_code: bool = False) -> None:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        config = getattr(config, "text_config", config)
+        config, create = language_model(model, trust_remote_code)
         config.num_hidden_layers = 1
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        tensors = _tensors(model, (NORM, HEAD, EMBEDDINGS))
-        if NORM not in tensors:
-            raise UserError(f"--model {model}: no {NORM} among its weights")
+            skeleton = create(config)
+        tensors = _tensors(model)
         self.norm = skeleton.model.norm
         self.norm.load_state_dict({"weight": tensors[NORM].float()}, assign=True)
-        tied = HEAD not in tensors
-        self.head = tensors[EMBEDDINGS if tied else HEAD]
+        self.head = tensors[HEAD]
 
     def tokens(self, states: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The greedy next token, int64 [n], after each last state [n, hidden] (before the norm).
@@ -134,20 +130,38 @@ def chain(tokens: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Ten
     return counts
 
 
-def _tensors(model: str, suffixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors whose names end so, by suffix; from a local directory or the hub's cache."""
+def _tensors(model: str) -> dict[str, Tensor]:
+    """Norm and head, or embeddings in its place, from a local directory or the hub's cache.
+
+    Under a wrapper the names have something before them; the norm stands beside the embeddings.
+    """
     index = cached_file(model, INDEX, _raise_exceptions_for_missing_entries=False)
     if index is None:
-        single = cached_file(model, SINGLE)
-        with safe_open(single, "pt") as weights:
+        with safe_open(cached_file(model, SINGLE), "pt") as weights:
             files = dict.fromkeys(weights.keys(), SINGLE)
     else:
         with open(index, encoding="utf-8") as stream:  # noqa: PTH123
             files = json.load(stream)["weight_map"]
+    decoder = _only(model, EMBEDDINGS, files).removesuffix(EMBEDDINGS)
+    tied = not any(f".{name}".endswith(f".{HEAD}") for name in files)
+    if tied and any(".lm_head.weight_" in f".{name}" for name in files):
+        raise UserError(f"--model {model}: its lm_head is quantised; one in bfloat16 is needed")
+    names = {
+        NORM: decoder + NORM,
+        HEAD: decoder + EMBEDDINGS if tied else _only(model, HEAD, files),
+    }
     found = {}
-    for name, file in files.items():
-        for suffix in suffixes:
-            if name == suffix or name.endswith(f".{suffix}"):
-                with safe_open(cached_file(model, file), "pt") as weights:
-                    found[suffix] = weights.get_tensor(name)
+    for kind, name in names.items():
+        if name not in files:
+            raise UserError(f"--model {model}: no {name} among its weights")
+        with safe_open(cached_file(model, files[name]), "pt") as weights:
+            found[kind] = weights.get_tensor(name)
     return found
+
+
+def _only(model: str, suffix: str, names: Iterable[str]) -> str:
+    """The one tensor whose name ends so and that is no part of a decoder layer."""
+    found = [n for n in names if f".{n}".endswith(f".{suffix}") and ".layers." not in n]
+    if len(found) != 1:
+        raise UserError(f"--model {model}: {len(found)} of its weights are called {suffix}")
+    return found[0]

@@ -23,13 +23,14 @@ from transformers import AutoConfig, LlamaConfig
 import spec_compat
 from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic, check_head, checkpoints, targets
-from spec_compat.pipeline.config import MASK_BLOCK
+from spec_compat.pipeline.config import MASK_BLOCK, ResolvedConfig
 from spec_compat.pipeline.events import Events
 from spec_compat.pipeline.layout import Layout
 from spec_compat.pipeline.loader import Rows, loader, seed_everything
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.rows import LENGTHS
 from spec_compat.pipeline.stage import Job, Result
+from spec_compat.pipeline.verifier import head_rope_scaling
 
 # Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
 BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -138,7 +139,7 @@ def draft_head(job: Job) -> Any:
         raise UserError(f"{mapping}: {problems[0]}; make it again with --from map")
     d2t, t2d = torch.from_numpy(offsets), torch.from_numpy(drafted)
     head_config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer_config(verifier, config.num_layers),
+        transformer_layer_config=layer_config(verifier, config),
         draft_vocab_size=len(d2t),
         norm_before_residual=True,
         # Captured after layer k; for vLLM an id means before that layer.
@@ -155,23 +156,24 @@ def draft_head(job: Job) -> Any:
     return Eagle3DraftModel(head_config, t2d=t2d, d2t=d2t)
 
 
-def layer_config(verifier: Any, num_layers: int) -> LlamaConfig:
-    """The head's decoder layer: a Llama layer of the verifier's geometry and rotary embedding."""
+def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
+    """The head's decoder layer: a Llama layer of the run's geometry, the verifier's by default."""
     text = getattr(verifier, "text_config", verifier)
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     config = LlamaConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=text.num_key_value_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        intermediate_size=options.draft_intermediate_size or text.intermediate_size,
+        num_hidden_layers=options.num_layers,
+        num_attention_heads=options.draft_heads or text.num_attention_heads,
+        num_key_value_heads=options.draft_kv_heads or text.num_key_value_heads,
+        head_dim=options.draft_head_dim or width,
         hidden_act=getattr(text, "hidden_act", "silu"),
         max_position_embeddings=text.max_position_embeddings,
         initializer_range=text.initializer_range,
         rms_norm_eps=text.rms_norm_eps,
         rope_theta=getattr(text, "rope_theta", 10000.0),
-        rope_scaling=getattr(text, "rope_scaling", None),
+        rope_scaling=head_rope_scaling(getattr(text, "rope_scaling", None)),
         tie_word_embeddings=False,
     )
     config._attn_implementation = "simple_flex_attention"

@@ -8,6 +8,7 @@ from datasets import Dataset
 
 from spec_compat.pipeline import extract
 from spec_compat.pipeline.rows import BAD_ROWS, LENGTHS, Prepared
+from spec_compat.pipeline.storage import RowFiles
 
 pytestmark = [pytest.mark.live]
 
@@ -19,7 +20,7 @@ ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [1, 1]]
 def store(tmp_path: Path) -> extract.Store:
     rows = {"input_ids": ROWS, "loss_mask": [[1] * len(row) for row in ROWS]}
     Dataset.from_dict(rows).save_to_disk(tmp_path / "prepared")
-    return extract.Store(tmp_path / "chats", Prepared(tmp_path / "prepared"))
+    return extract.Store(tmp_path / "chats", Prepared(tmp_path / "prepared"), RowFiles())
 
 
 def test_by_default_the_run_stops_with_the_number_of_the_row(store: extract.Store) -> None:
@@ -37,7 +38,7 @@ def test_with_skip_the_row_is_left_out_for_good(store: extract.Store) -> None:
     store.finish({}, store.prepared.lengths)
     assert json.loads((store.directory / BAD_ROWS).read_text()) == {"2": REASON}
     assert json.loads((store.directory / LENGTHS).read_text()) == {"0": 3, "1": 2, "3": 2}
-    assert extract.Store(store.directory, store.prepared).missing() == [0, 1, 3]
+    assert extract.Store(store.directory, store.prepared, RowFiles()).missing() == [0, 1, 3]
 
 
 def test_more_bad_rows_than_allowed_stop_the_run(store: extract.Store) -> None:

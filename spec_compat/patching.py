@@ -7,6 +7,7 @@ each name that it replaces or provides. Nothing here imports the packages that a
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -64,6 +65,28 @@ def overlay(module: ModuleType, **names: object) -> ModuleType:
     view = ModuleType(module.__name__, f"{module.__name__}, seen through a patch")
     vars(view).update(names, __wrapped__=module, __getattr__=lambda name: getattr(module, name))
     return view
+
+
+def trusts_remote_code() -> bool:
+    """Whether Python code that comes with a model may run.
+
+    The pipeline says so with SPEC_COMPAT_TRUST_REMOTE_CODE (`1` or `0`); in a script of somebody's
+    own it is unset, and what speculators does for its vLLM holds: it may.
+    """
+    return os.environ.get("SPEC_COMPAT_TRUST_REMOTE_CODE") != "0"
+
+
+def asking_for_trust(auto: Any) -> Any:
+    """A class like transformers' AutoConfig whose every load is told `trusts_remote_code()`."""
+
+    class Asking(auto):  # type: ignore[misc]
+        @classmethod
+        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+            return auto.from_pretrained(
+                *args, **{**kwargs, "trust_remote_code": trusts_remote_code()}
+            )
+
+    return Asking
 
 
 class BadRows(RuntimeError):  # noqa: N818

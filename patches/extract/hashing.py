@@ -1,7 +1,7 @@
 """The hash functions are looked for in a module that does not exist yet.
 
 Symptom  ModuleNotFoundError: No module named 'vllm.utils.hashing', at the generator's import.
-Cause    In vLLM 0.11.0 they are in `vllm.utils`; the module of their own is first in 0.11.2.
+Cause    In vLLM 0.11.0 they are in `vllm.utils`; the module of their own is first in 0.11.1.
 Fix      The module is provided with the function that the generator of 0.4 imports.
 Remove when vLLM 0.11.0 is no longer supported.
 """
@@ -10,7 +10,7 @@ from types import ModuleType
 
 from spec_compat.patching import Patch
 
-patch = Patch(module="speculators", when={"speculators": ">=0.4,<0.5", "vllm": "<0.11.2"})
+patch = Patch(module="speculators", when={"speculators": ">=0.4,<0.5", "vllm": "<0.11.1"})
 
 
 @patch.provide("vllm.utils.hashing")

@@ -5,7 +5,7 @@ Symptom  TypeError: get_kv_cache_config_from_groups() got an unexpected keyword 
 Cause    The argument went away in vLLM 0.12.0; it says what the groups say as well. On a CPU the
          memory that a user grants the KV cache is `VLLM_CPU_KVCACHE_SPACE`, which vLLM keeps in
          `cache_config.cpu_kvcache_space_bytes` (half of the host's memory when nothing is set),
-         since 0.20.2 in `kv_cache_memory_bytes`; the generator does not ask for it.
+         since 0.20.0 in `kv_cache_memory_bytes`; the generator does not ask for it.
 Fix      The argument is dropped or added, as the installed function wants it; on a CPU the memory
          is capped by vLLM's limit.
 Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
@@ -42,7 +42,7 @@ def kv_cache_config(original: Callable[..., Any], module: ModuleType) -> Callabl
         return original(
             vllm_config=vllm_config,
             kv_cache_groups=kv_cache_groups,
-            available_memory=min(available_memory, *filter(None, limits)),
+            available_memory=min([available_memory, *filter(None, limits)]),
             **{name: value for name, value in kwargs.items() if name in known},
         )
 

@@ -80,7 +80,24 @@ class RunConfig(BaseModel):
         "Four layers, as 2,15,27,29: three for the head's input, then the last "
         "(default: 2, n/2, n-3, n-1).",
     )
-    batch_size: int = _option(8, None, "Rows in one call of the generator.", ge=1)
+    batch_size: int = _option(
+        256, "extract", "Most rows that the verifier computes in one step.", ge=1, le=256
+    )
+    storage: Literal["rows", "shards"] = _option(
+        "rows",
+        "extract",
+        "A data_{i}.pt for each row, as speculators reads them, or rows together in safetensors.",
+    )
+    storage_dtype: Literal["verifier", "fp8"] = _option(
+        "verifier", "extract", "Hidden states as they are, or in shards as fp8: half the bytes."
+    )
+    sink_buffers: int | None = _option(
+        None,
+        None,
+        "Steps whose hidden states the host holds until they are written "
+        "(default: 3 to 8, in 2 GiB where that is enough).",
+        ge=2,
+    )
     on_bad_row: Literal["stop", "skip"] = _option(
         "stop", None, "What to do with a row that fails its proof: stop, or skip it and report it."
     )
@@ -107,6 +124,24 @@ class RunConfig(BaseModel):
         False, "train", "Feed the row's own tokens, not the drafted ones, at each TTT step."
     )
     num_layers: int = _option(1, "train", "Decoder layers of the head.", ge=1)
+    draft_heads: int | None = _option(
+        None, "train", "Attention heads of the head (default: the verifier's).", ge=1
+    )
+    draft_kv_heads: int | None = _option(
+        None, "train", "Key and value heads of the head (default: the verifier's).", ge=1
+    )
+    draft_head_dim: int | None = _option(
+        None,
+        "train",
+        "Width of an attention head (default: the verifier's; of MLA, v_head_dim).",
+        ge=1,
+    )
+    draft_intermediate_size: int | None = _option(
+        None,
+        "train",
+        "Width of the head's MLP (default: that of the verifier's dense layers).",
+        ge=1,
+    )
     noise_std: float = _option(0.05, "train", "Uniform noise added to the hidden states.", ge=0)
     total_seq_len: int | None = _option(
         None,

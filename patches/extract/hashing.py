@@ -15,8 +15,8 @@ patch = Patch(module="speculators", when={"speculators": ">=0.4,<0.5", "vllm": "
 
 @patch.provide("vllm.utils.hashing")
 def hashing(absent: None, module: ModuleType) -> ModuleType:
-    from vllm.utils import get_hash_fn_by_name
+    import vllm.utils
 
     provided = ModuleType("vllm.utils.hashing", "Provided by spec_compat for speculators.")
-    vars(provided).update(get_hash_fn_by_name=get_hash_fn_by_name)
+    vars(provided).update(get_hash_fn_by_name=vllm.utils.get_hash_fn_by_name)
     return provided

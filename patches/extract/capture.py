@@ -44,7 +44,8 @@ class LayerCapture:
     def __init__(self, runner: Any, layer_ids: list[int], *, keep: bool) -> None:
         self.runner = runner
         self.layer_ids = list(layer_ids) if keep else []
-        self.streams = Streams(runner.model, self.layer_ids)
+        num_layers = runner.model_config.get_num_layers(runner.parallel_config)
+        self.streams = Streams(runner.model, self.layer_ids, num_layers)
         self.partial: dict[str, list[Any]] = {}
         self.complete: dict[str, list[Any]] = {}
         self.last_states: dict[str, Any] = {}

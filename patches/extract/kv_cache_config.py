@@ -42,7 +42,7 @@ def kv_cache_config(original: Callable[..., Any], module: ModuleType) -> Callabl
         limits = (getattr(vllm_config.cache_config, name, None) for name in LIMITS)
         return original(
             vllm_config=vllm_config,
-            available_memory=min(available_memory, *filter(None, limits)),
+            available_memory=min([available_memory, *filter(None, limits)]),
             **{name: value for name, value in kwargs.items() if name in known},
         )
 

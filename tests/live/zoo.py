@@ -8,6 +8,11 @@ layers as the decoders. Sliding windows and attention chunks are shorter than th
 from __future__ import annotations
 
 import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -427,7 +432,11 @@ MULTIMODAL_MODELS = (
         },
         ids={"image_token_id": "<|image|>", "video_token_id": "<|video|>", **GLM_MARKS},
         processor=with_videos("Glm4vProcessor", "Glm4vImageProcessorFast", "Glm4vVideoProcessor"),
-        tokens={"image_token": "<|image|>", "video_token": "<|video|>", **GLM_MARKS},
+        tokens={
+            "image_token": "<|image|>",
+            "video_token": "<|video|>",
+            **{name.removesuffix("_id"): token for name, token in GLM_MARKS.items()},
+        },
     ),
     wrapped(
         "Llama 4",
@@ -458,3 +467,30 @@ MULTIMODAL_MODELS = (
 )
 
 ZOO = {member.family: member for member in (*TEXT_MODELS, *MULTIMODAL_MODELS)}
+LAYER_IDS = [2, 4, 5, 7]
+LENGTHS = (1, 2, 15, 16, 17, 100, 300)
+
+
+def rows() -> list[list[int]]:
+    """Random token ids below those of the special tokens that processors add."""
+    draw = random.Random(0)
+    return [[draw.randrange(3, 512) for _ in range(length)] for length in LENGTHS]
+
+
+def extract(models: list[Path], python: str = sys.executable) -> None:
+    """Extract the models' states with speculators' generator, in a process of its own.
+
+    What vLLM and the generator say is in `extract.log` beside the models.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        request = Path(directory) / "request.json"
+        options = {"rows": rows(), "layer_ids": LAYER_IDS, "max_model_len": 512}
+        request.write_text(json.dumps({"models": list(map(str, models)), **options}))
+        with (models[0].parent / "extract.log").open("w") as log:
+            subprocess.run(
+                [python, Path(__file__).with_name("extract.py"), request],
+                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_MLA_DISABLE": "1"},
+                stdout=log,
+                stderr=log,
+                check=True,
+            )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import shutil
 import subprocess
 import tempfile
@@ -27,8 +28,6 @@ import contract
 import griffe
 from packaging.requirements import Requirement
 from wheel_sources import fetch
-
-from spec_compat import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 SNAPSHOTS = ROOT / "tests" / "contract" / "snapshots"
@@ -181,12 +180,6 @@ def wanted() -> dict[str, set[str]]:
     return names
 
 
-def targets() -> list[str]:
-    """Modules of speculators that a patch replaces names in."""
-    modules = {patch.module for patch in registry.patches()}
-    return sorted(name for name in modules if name.startswith("speculators"))
-
-
 def symbols(tree: Tree, names: Mapping[str, Iterable[str]]) -> Iterator[tuple[str, Any]]:
     for path, wanted_names in sorted(names.items()):
         try:
@@ -293,9 +286,9 @@ def _default(value: object) -> str:
 
 
 def eagle3(sources: Path) -> list[str]:
-    """Classes among vLLM's models that implement SupportsEagle3, inherited or not."""
-    bases = dict[str, set[str]]()
-    for file in (sources / "vllm" / "model_executor" / "models").rglob("*.py"):
+    """The architectures whose class in vLLM implements SupportsEagle3, inherited or not."""
+    models, bases = sources / "vllm" / "model_executor" / "models", dict[str, set[str]]()
+    for file in models.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.ClassDef):
                 names = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
@@ -303,7 +296,9 @@ def eagle3(sources: Path) -> list[str]:
     found = {"SupportsEagle3"}
     while more := {name for name, above in bases.items() if above & found} - found:
         found |= more
-    return sorted(name for name in found if "For" in name)
+    text = (models / "registry.py").read_text("utf-8")
+    registered = re.findall(r'"(\w+)":\s*\(\s*"\w+",\s*"(\w+)"', text)
+    return sorted({architecture for architecture, name in registered if name in found})
 
 
 def holds(sources: Path, name: str, function: str, text: str) -> bool:
@@ -320,22 +315,13 @@ def holds(sources: Path, name: str, function: str, text: str) -> bool:
 
 
 def modules_of(tree: Tree) -> dict[str, Any]:
-    """The modules that patches replace names in, and those whose classes these import."""
-    taken = {name: module(tree, name) for name in targets() if _has(tree, name)}
-    paths = {path for entry in taken.values() for path in entry["imports"].values()}
-    for path in sorted(path for path in paths if _has(tree, path)):
-        found = tree[path.partition(".")[2]]
-        if found.is_class and not found.is_alias:
-            taken.setdefault(found.module.path, module(tree, found.module.path))
-    return taken
-
-
-def _has(tree: Tree, path: str) -> bool:
-    package, _, inner = path.partition(".")
-    try:
-        return package == tree.name and bool(tree[inner].kind)
-    except (KeyError, griffe.AliasResolutionError):
-        return False
+    """Every module in which a patch may replace a name."""
+    found, waiting = dict[str, Any](), [tree]
+    while waiting:
+        inner = [each for each in waiting.pop().modules.values() if each.name != "convert"]
+        found |= {each.path: module(tree, each.path) for each in inner}
+        waiting += inner
+    return found
 
 
 def module(tree: Tree, path: str) -> dict[str, Any]:

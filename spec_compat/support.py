@@ -19,7 +19,7 @@ from spec_compat.versions import Environment, Release, matches, table
 
 Status = Literal["supported", "fails", "static only", "impossible"]
 LINES = ("speculators", "vllm")
-WITHOUT_GENERATOR = Version("0.5")
+GENERATOR_GONE = Version("0.5")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Support:
 
     def check(self, environment: Environment) -> Findings:
         """What keeps the installed pair from running, and what is assumed of it; a line each."""
-        found = Findings([], [])
+        found = Findings([], self.assumptions(environment))
         names = [self._counts_as(package, environment, found) for package in LINES]
         if None not in names:
             pair = self.pair(*map(str, names))
@@ -115,7 +115,7 @@ class Support:
                 f"{oldest} to {newest}"
             )
             return None
-        if package == "speculators" and release.version >= WITHOUT_GENERATOR:
+        if _has_no_generator(package, release.version):
             found.problems.append(
                 f"speculators {release} has no in-process generator; {newest} was the last that "
                 f"has one: pip install --no-deps speculators=={newest}"
@@ -124,9 +124,21 @@ class Support:
         known = self.known(package, release.version)
         if known is None:
             found.problems.append(f"{package} {release} is older than {oldest}, the oldest known")
-        elif text := _assumed(release, self.row(package, known), newest):
-            found.warnings.append(f"{package} {text}")
         return known
+
+    def assumptions(self, environment: Environment) -> list[str]:
+        """A line for each package whose build is no known release: which one it is taken for."""
+        lines = []
+        for package in LINES:
+            release = environment.releases.get(package)
+            version = release.version if release else None
+            if release is None or version is None or _has_no_generator(package, version):
+                continue
+            known = self.known(package, version)
+            newest = self.releases(package)[-1]
+            if known and (text := _assumed(release, self.row(package, known), newest)):
+                lines.append(f"{package} {text}")
+        return lines
 
     def install_lines(self, speculators: str, vllm: str, wheel: str = "vllm") -> tuple[str, ...]:
         """The commands that put two known releases beside each other; none for an unknown wheel."""
@@ -140,24 +152,27 @@ class Support:
                 return tuple(line.format(**words) for line in group["lines"])
         return ()
 
-    def disagreements(self, speculators: str, vllm: str) -> list[str]:
+    def disagreements(self, speculators: str, vllm: str, wheel: str = "vllm") -> list[str]:
         """What the two releases cannot both have, so that pip refuses to install both."""
-        line, release = f"speculators {speculators}", f"vllm {vllm}"
-        ours, theirs = self.row("speculators", speculators), self.row("vllm", vllm)
+        ours, row = self.row("speculators", speculators), self.row("vllm", vllm)
+        torch = f"=={row['torch_cuda' if wheel == 'vllm' else 'torch']}"
+        asked = {"torch": torch, "transformers": row["transformers"]}
         return [
-            f"{line} asks for {name} {ours[name]}, {release} for {theirs[name]}"
-            for name in ("torch", "transformers")
-            if not _overlap(ours[name], theirs[name])
+            f"speculators {speculators} asks for {name} {ours[name]}, {wheel} {vllm} for {theirs}"
+            for name, theirs in asked.items()
+            if not _overlap(ours[name], theirs)
         ]
 
 
 def _overlap(one: str, other: str) -> bool:
     """Whether a release that one of the two specifiers names satisfies both."""
-    both = [SpecifierSet(text if not text[:1].isdigit() else f"=={text}") for text in (one, other)]
+    both = SpecifierSet(one), SpecifierSet(other)
     named = [Version(clause.version.rstrip(".*")) for found in both for clause in found]
-    return all(not found for found in both) or any(
-        all(found.contains(version) for found in both) for version in named
-    )
+    return any(all(found.contains(version) for found in both) for version in named)
+
+
+def _has_no_generator(package: str, version: Version) -> bool:
+    return package == "speculators" and version >= GENERATOR_GONE
 
 
 def _assumed(release: Release, row: Mapping[str, Any], newest: str) -> str:

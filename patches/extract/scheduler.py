@@ -4,8 +4,8 @@ Symptom  TypeError: Scheduler.__init__() missing 1 required positional argument:
          Silent: with more tokens in a call than the scheduler's budget (8,192), hidden states come
          back that belong to other rows, and the last rows come back short.
          AssertionError on a block size that is not that of the KV cache (first in 0.23.0).
-Cause    `block_size` is required since vLLM 0.11.2; the generator of 0.4 says 16, whatever the KV
-         cache has. Since 0.11.2 chunked prefill is on as well, and the generator of 0.3 aborts
+Cause    `block_size` is required since vLLM 0.11.1; the generator of 0.4 says 16, whatever the KV
+         cache has. Since 0.11.1 chunked prefill is on as well, and the generator of 0.3 aborts
          every request of a step after that step, also one of which only a chunk was computed
          (vllm-project/speculators#279). That of 0.4 aborts none before the end, so that after 32
          rows (the limit on sequences) no further one is scheduled: RuntimeError: Request req_0_32
@@ -25,7 +25,7 @@ from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.2"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.1"},
     upstream="vllm-project/speculators#279",
 )
 

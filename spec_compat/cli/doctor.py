@@ -87,7 +87,7 @@ def installation(environment: Environment) -> list[str]:
     known = support()
     newest = max((row for row in known.run if row["passed"]), key=lambda row: Version(row["vllm"]))
     speculators, vllm = (_known(name, environment) or newest[name] for name in LINES)
-    said = known.disagreements(speculators, vllm)
+    said = known.disagreements(speculators, vllm, _wheel(environment))
     lines = known.install_lines(speculators, vllm, _wheel(environment))
     names = f"speculators {speculators} and vllm {vllm}"
     return [*said, f"{names} are installed beside each other by", *(f"  {line}" for line in lines)]

@@ -30,7 +30,6 @@ from spec_compat.pipeline.loader import Rows, loader, seed_everything
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.rows import LENGTHS
 from spec_compat.pipeline.stage import Job, Result
-from spec_compat.pipeline.verifier import head_rope_scaling
 
 # Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
 BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -59,8 +58,8 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     if is_distributed:
         torch.distributed.barrier()
     seed_everything(config.seed)
-    model = draft_head(job)
     verifier = targets.Verifier(config.model, config.trust_remote_code)
+    model = draft_head(job)
     if rank == 0:
         targets.check(model, verifier, _last_states(train.files[:CHECKED_ROWS]))
     train_loader = loader(
@@ -159,6 +158,7 @@ def draft_head(job: Job) -> Any:
 def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
     """The head's decoder layer: a Llama layer of the run's geometry, the verifier's by default."""
     text = getattr(verifier, "text_config", verifier)
+    theta, scaling = check_head.rope(text.to_dict())
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     config = LlamaConfig(
         vocab_size=text.vocab_size,
@@ -168,12 +168,12 @@ def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
         num_attention_heads=options.draft_heads or text.num_attention_heads,
         num_key_value_heads=options.draft_kv_heads or text.num_key_value_heads,
         head_dim=options.draft_head_dim or width,
-        hidden_act=getattr(text, "hidden_act", "silu"),
+        hidden_act="silu",  # whatever the verifier's is: vLLM's Llama layer knows no other
         max_position_embeddings=text.max_position_embeddings,
         initializer_range=text.initializer_range,
         rms_norm_eps=text.rms_norm_eps,
-        rope_theta=getattr(text, "rope_theta", 10000.0),
-        rope_scaling=head_rope_scaling(getattr(text, "rope_scaling", None)),
+        rope_theta=theta or 10000.0,
+        rope_scaling=scaling,
         tie_word_embeddings=False,
     )
     config._attn_implementation = "simple_flex_attention"

@@ -28,7 +28,7 @@ Written by `scripts/zoo.py` on {date}, with {versions}.
 
 Each model is a tiny random one: {layers} decoder layers, bf16, built by transformers from a config
 (`tests/live/zoo.py`). speculators' generator extracts {rows} rows of {shortest} to {longest} tokens
-with the patches, after layers {layer_ids}. The oracle is the named class of transformers in float32;
+with the patches, after layers {layer_ids}. The oracle is the class of transformers in float32;
 "bf16" is how far transformers itself is from that in bf16. Errors are relative L2 distances, the
 largest over the layers: of whole rows, and of half of the tokens (where experts are chosen, a
 near-tie in bf16 sends a token to another expert, and only the second tells). "Next layer" is the
@@ -84,7 +84,9 @@ def versions(python: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(ZOO))
-    parser.add_argument("--work", type=Path, help="where the models go, and stay")
+    parser.add_argument(
+        "--work", type=Path, help="where the models stay; states there are not made again"
+    )
     parser.add_argument("--python", default=sys.executable, help="the environment that extracts")
     options = parser.parse_args()
     members = [ZOO[family] for family in options.families or ZOO]
@@ -93,8 +95,9 @@ def main() -> int:
         lines, wrong = [], 0
         for number, member in enumerate(members, 1):
             print(f"[{number}/{len(members)}] {member.family}", file=sys.stderr, flush=True)
-            model = member.build(work / member.directory)
-            extract([model], options.python)
+            model = work / member.directory
+            if not (model / "states.pt").exists():
+                extract([member.build(model)], options.python)
             line, right = compare(member, model)
             lines.append(line)
             wrong += not right

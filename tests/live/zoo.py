@@ -44,7 +44,9 @@ class Member:
 
     `tokens` are special tokens by the attribute names that the processor reads; `ids` are the
     config's token ids by the text of the token. `built_as` is the class of transformers where it is
-    not named like vLLM's; `refusal` is what is said where the states cannot be known.
+    not named like vLLM's, `inside` names its part of the config, and of the weights; `refusal` is
+    what is said where the states cannot be known. A `quiet` last layer adds next to nothing: with
+    its stream counted twice, the final norm gives nearly the same.
     """
 
     family: str
@@ -56,9 +58,11 @@ class Member:
     tokens: dict[str, str] = field(default_factory=dict)
     tokenizer_class: str = "PreTrainedTokenizerFast"
     built_as: str = ""
+    inside: str = ""
     path: str = "model"
     reading: str = "hidden + residual"
     experts: bool = False
+    quiet: bool = False
     refusal: str = ""
 
     @property
@@ -77,17 +81,25 @@ class Member:
         import transformers
 
         tokenizer = make_tokenizer(self.tokenizer_class, extra_special_tokens=self.tokens)
-        ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in self.ids.items()}
-        config = getattr(transformers, self.config_class)(**self.config, **ids)
+        config = getattr(transformers, self.config_class)(**self.config)
+        config.architectures = [self.architecture]
+        inner = getattr(config, f"{self.inside}_config") if self.inside else config
+        for name, token in self.ids.items():
+            setattr(inner, name, tokenizer.convert_tokens_to_ids(token))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = getattr(transformers, self.oracle)(config)
+            model = getattr(transformers, self.oracle)(inner)
             randomise(model)
-        model.to(torch.bfloat16).save_pretrained(path)
+        if self.quiet:
+            for name, parameter in model.model.layers[-1].named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    parameter.data *= 0.02
+        prefix = f"{self.inside}." if self.inside else ""
+        weights = {prefix + name: tensor for name, tensor in model.bfloat16().state_dict().items()}
+        model.save_pretrained(path, state_dict=weights)
+        config.dtype = "bfloat16"
+        config.save_pretrained(path)
         (self.processor(tokenizer) if self.processor else tokenizer).save_pretrained(path)
-        saved = json.loads((path / "config.json").read_text())
-        saved["architectures"] = [self.architecture]
-        (path / "config.json").write_text(json.dumps(saved, indent=2))
         return path
 
 
@@ -152,7 +164,7 @@ GEMMA_3N = {
 }
 
 TEXT_MODELS = (
-    text("Cohere", "CohereForCausalLM", "CohereConfig", reading="hidden", **TIED),
+    text("Cohere", "CohereForCausalLM", "CohereConfig", reading="hidden", quiet=True, **TIED),
     text("Cohere 2", "Cohere2ForCausalLM", "Cohere2Config", reading="hidden", **TIED, **windows(4)),
     text(
         "Gemma 2",
@@ -274,6 +286,20 @@ def llama4(tokenizer: Any) -> Any:
     return Llama4Processor(images, tokenizer, patch_size=PATCH)
 
 
+def omni(tokenizer: Any) -> Any:
+    from transformers import (
+        Qwen2_5OmniProcessor,
+        Qwen2VLImageProcessorFast,
+        Qwen2VLVideoProcessor,
+        WhisperFeatureExtractor,
+    )
+
+    shape = {"patch_size": PATCH, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+    images, videos = Qwen2VLImageProcessorFast(**shape), Qwen2VLVideoProcessor(**shape)
+    sounds = WhisperFeatureExtractor(feature_size=128, chunk_length=2)
+    return Qwen2_5OmniProcessor(images, videos, sounds, tokenizer)
+
+
 def with_videos(name: str, images: str, videos: str) -> Callable[[Any], Any]:
     """A processor of the Qwen-VL kind, of three classes of transformers."""
 
@@ -313,6 +339,17 @@ QWEN_VL: dict[str, Any] = {
         "vision_end_token": "<|vision_end|>",
     },
     "tokenizer_class": "Qwen2TokenizerFast",
+}
+OMNI_TOKENS = {
+    **{f"{kind}_token": f"<|{kind}_pad|>" for kind in ("image", "audio", "video")},
+    **{f"{kind}_{e}os_token": f"<|{kind}_{e}os|>" for kind in ("vision", "audio") for e in "be"},
+}
+OMNI_AUDIO = {
+    "d_model": 64,
+    "encoder_layers": LAYERS,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "output_dim": 128,
 }
 GLM_MARKS = {
     f"{kind}_{edge}_token_id": f"<|{word}_of_{kind}|>"
@@ -419,6 +456,28 @@ MULTIMODAL_MODELS = (
             "Qwen3VLProcessor", "Qwen2VLImageProcessorFast", "Qwen3VLVideoProcessor"
         ),
         **QWEN_VL,
+    ),
+    Member(
+        "Qwen2.5-Omni",
+        "Qwen2_5OmniForConditionalGeneration",
+        "Qwen2_5OmniConfig",
+        {
+            "thinker_config": {
+                "text_config": {
+                    **TEXT,
+                    "rope_scaling": {"rope_type": "default", "mrope_section": [4, 6, 6]},
+                },
+                "vision_config": {**QWEN_VISION, "window_size": 32, "fullatt_block_indexes": [7]},
+                "audio_config": OMNI_AUDIO,
+            }
+        },
+        built_as="Qwen2_5OmniThinkerForConditionalGeneration",
+        inside="thinker",
+        ids={f"{kind}_token_index": f"<|{kind}_pad|>" for kind in ("image", "audio", "video")},
+        processor=omni,
+        tokens=OMNI_TOKENS,
+        tokenizer_class="Qwen2TokenizerFast",
+        path="language_model.model",
     ),
     wrapped(
         "GLM-4V",

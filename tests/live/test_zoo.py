@@ -52,7 +52,6 @@ def test_a_family_whose_layers_hold_no_one_stream_is_refused(extracted: Path) ->
     ("family", "disabled", "symptom"),
     [
         ("Qwen2.5-Omni", "extract/layer-count", "Cannot determine num_layers from config"),
-        ("Granite", "extract/capture,extract/executor", "does not support hidden state extraction"),
         ("LLaVA", "extract/capture,extract/executor", "object has no attribute 'model'"),
     ],
 )

@@ -94,6 +94,8 @@ class Member:
             for name, parameter in model.model.layers[-1].named_parameters():
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     parameter.data *= 0.02
+        if not self.processor:  # Gemma 3n would be saved under the names of its wrapper
+            model._checkpoint_conversion_mapping = {}
         prefix = f"{self.inside}." if self.inside else ""
         weights = {prefix + name: tensor for name, tensor in model.bfloat16().state_dict().items()}
         model.save_pretrained(path, state_dict=weights)

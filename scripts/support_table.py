@@ -23,9 +23,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from spec_compat.support import support
+from spec_compat.support import Pair, Support, support
 
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORT = ROOT / "spec_compat" / "support.toml"
@@ -59,3 +60,52 @@ def _table(run: Mapping[str, Any]) -> str:
     # A JSON scalar of str, bool, int or float is a TOML scalar.
     lines = (f"{key} = {json.dumps(run[key], ensure_ascii=False)}\n" for key in KEYS)
     return "\n[[run]]\n" + "".join(lines)
+
+
+def section(known: Support) -> str:
+    """Markdown: a table of what runs with the patches, and one of what happens without."""
+    lines = known.releases("speculators")
+    patched, bare = [_row("vLLM", "Python", "torch", *lines)], [_row("vLLM", *lines)]
+    patched.append("|---" * (3 + len(lines)) + "|")
+    bare.append("|---" * (1 + len(lines)) + "|")
+    for row in reversed(known.vllm):
+        pairs = [known.pair(line, row["version"]) for line in lines]
+        patched.append(_row(_named(row), _pythons(row), row["torch"], *map(_cell, pairs)))
+        bare.append(_row(row["version"], *map(_bare, pairs)))
+    return "\n".join([*patched, "", "Without the patches:", "", *bare])
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(text.replace('|', '/') for text in cells)} |"
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    return ", ".join([row["version"], *row.get("same", ())])
+
+
+def _pythons(row: Mapping[str, Any]) -> str:
+    found = [f"3.{n}" for n in range(10, 15) if SpecifierSet(row["python"]).contains(f"3.{n}")]
+    return f"{found[0]}-{found[-1]}"
+
+
+def _cell(pair: Pair) -> str:
+    if pair.run and pair.status == "supported":
+        return f"{pair.run['date']}: {pair.run['rows']} rows, {100 * pair.run['error']:.1f} %"
+    return pair.status if pair.status == "static only" else f"{pair.status}: {pair.why}"
+
+
+def _bare(pair: Pair) -> str:
+    return pair.run["unpatched"] if pair.run else "not run"
+
+
+def write_readme(file: Path = README) -> None:
+    """Put the section between its two marks. Raises ValueError when one is missing."""
+    before, begin, rest = file.read_text("utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{file}: no {BEGIN} ... {END}")
+    file.write_text(f"{before}{BEGIN}\n{section(support())}\n{END}{after}", "utf-8")
+
+
+if __name__ == "__main__":
+    write_readme()

@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from spec_compat.versions import Environment, Release, table
+from spec_compat.versions import Environment, Release, matches, table
 
 Status = Literal["supported", "fails", "static only", "impossible"]
 LINES = ("speculators", "vllm")
-WITHOUT_GENERATOR = Version("0.5")
+GENERATOR_GONE = Version("0.5")
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Support:
 
     def check(self, environment: Environment) -> Findings:
         """What keeps the installed pair from running, and what is assumed of it; a line each."""
-        found = Findings([], [])
+        found = Findings([], self.assumptions(environment))
         names = [self._counts_as(package, environment, found) for package in LINES]
         if None not in names:
             pair = self.pair(*map(str, names))
@@ -114,7 +115,7 @@ class Support:
                 f"{oldest} to {newest}"
             )
             return None
-        if package == "speculators" and release.version >= WITHOUT_GENERATOR:
+        if _has_no_generator(package, release.version):
             found.problems.append(
                 f"speculators {release} has no in-process generator; {newest} was the last that "
                 f"has one: pip install --no-deps speculators=={newest}"
@@ -123,16 +124,55 @@ class Support:
         known = self.known(package, release.version)
         if known is None:
             found.problems.append(f"{package} {release} is older than {oldest}, the oldest known")
-        elif text := _assumed(release, self.row(package, known), newest):
-            found.warnings.append(f"{package} {text}")
         return known
 
-    def install_lines(self, vllm: str) -> tuple[str, ...]:
-        """The commands that put a known release of vLLM beside speculators, in their order."""
+    def assumptions(self, environment: Environment) -> list[str]:
+        """A line for each package whose build is no known release: which one it is taken for."""
+        lines = []
+        for package in LINES:
+            release = environment.releases.get(package)
+            version = release.version if release else None
+            if release is None or version is None or _has_no_generator(package, version):
+                continue
+            known = self.known(package, version)
+            newest = self.releases(package)[-1]
+            if known and (text := _assumed(release, self.row(package, known), newest)):
+                lines.append(f"{package} {text}")
+        return lines
+
+    def install_lines(self, speculators: str, vllm: str, wheel: str = "vllm") -> tuple[str, ...]:
+        """The commands that put two known releases beside each other; none for an unknown wheel."""
         for group in self.install:
-            if vllm in group["vllm"]:
-                return tuple(line.format(**self.row("vllm", vllm)) for line in group["lines"])
+            fits = (
+                matches(Version(vllm), group["vllm"]),
+                matches(Version(speculators), group["speculators"]),
+            )
+            if group["wheel"] == wheel and all(fits):
+                words = {**self.row("vllm", vllm), "vllm": vllm, "speculators": speculators}
+                return tuple(line.format(**words) for line in group["lines"])
         return ()
+
+    def disagreements(self, speculators: str, vllm: str, wheel: str = "vllm") -> list[str]:
+        """What the two releases cannot both have, so that pip refuses to install both."""
+        ours, row = self.row("speculators", speculators), self.row("vllm", vllm)
+        torch = f"=={row['torch_cuda' if wheel == 'vllm' else 'torch']}"
+        asked = {"torch": torch, "transformers": row["transformers"]}
+        return [
+            f"speculators {speculators} asks for {name} {ours[name]}, {wheel} {vllm} for {theirs}"
+            for name, theirs in asked.items()
+            if not _overlap(ours[name], theirs)
+        ]
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether a release that one of the two specifiers names satisfies both."""
+    both = SpecifierSet(one), SpecifierSet(other)
+    named = [Version(clause.version.rstrip(".*")) for found in both for clause in found]
+    return any(all(found.contains(version) for found in both) for version in named)
+
+
+def _has_no_generator(package: str, version: Version) -> bool:
+    return package == "speculators" and version >= GENERATOR_GONE
 
 
 def _assumed(release: Release, row: Mapping[str, Any], newest: str) -> str:

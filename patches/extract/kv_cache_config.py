@@ -3,7 +3,7 @@
 Symptom  TypeError: get_kv_cache_config_from_groups() got an unexpected keyword 'kv_cache_specs'.
 Cause    The argument went away in vLLM 0.12.0. On a CPU the memory that a user grants the KV cache
          is `VLLM_CPU_KVCACHE_SPACE`, which vLLM keeps in `cache_config.cpu_kvcache_space_bytes`
-         (half of the host's memory when nothing is set), since 0.20.2 in `kv_cache_memory_bytes`;
+         (half of the host's memory when nothing is set), since 0.20.0 in `kv_cache_memory_bytes`;
          the generator does not ask for it.
 Fix      Arguments that the installed function does not know are dropped; on a CPU the memory is
          capped by vLLM's limit.
@@ -42,7 +42,7 @@ def kv_cache_config(original: Callable[..., Any], module: ModuleType) -> Callabl
         limits = (getattr(vllm_config.cache_config, name, None) for name in LIMITS)
         return original(
             vllm_config=vllm_config,
-            available_memory=min(available_memory, *filter(None, limits)),
+            available_memory=min([available_memory, *filter(None, limits)]),
             **{name: value for name, value in kwargs.items() if name in known},
         )
 

@@ -22,7 +22,7 @@ patch = Patch(module="speculators.train.checkpointer", when={"speculators": ">=0
 def needed(module: ModuleType) -> Probe:
     state = {"state": {0: {"step": module.torch.tensor(257.0)}}, "param_groups": []}
     converted = module.convert_float_dtype(state, module.torch.bfloat16)
-    if converted["state"][0]["step"] == 257:
+    if converted["state"][0]["step"].dtype == module.torch.float32:
         return already_fixed("the optimizer's state keeps its dtypes")
     return NEEDED
 

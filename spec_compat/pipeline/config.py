@@ -124,6 +124,24 @@ class RunConfig(BaseModel):
         False, "train", "Feed the row's own tokens, not the drafted ones, at each TTT step."
     )
     num_layers: int = _option(1, "train", "Decoder layers of the head.", ge=1)
+    draft_heads: int | None = _option(
+        None, "train", "Attention heads of the head (default: the verifier's).", ge=1
+    )
+    draft_kv_heads: int | None = _option(
+        None, "train", "Key and value heads of the head (default: the verifier's).", ge=1
+    )
+    draft_head_dim: int | None = _option(
+        None,
+        "train",
+        "Width of an attention head (default: the verifier's; of MLA, v_head_dim).",
+        ge=1,
+    )
+    draft_intermediate_size: int | None = _option(
+        None,
+        "train",
+        "Width of the head's MLP (default: that of the verifier's dense layers).",
+        ge=1,
+    )
     noise_std: float = _option(0.05, "train", "Uniform noise added to the hidden states.", ge=0)
     total_seq_len: int | None = _option(
         None,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline import conversations, verifier
 from spec_compat.pipeline.config import DRAFT_VOCAB_SIZE, SEQ_LENGTH, ResolvedConfig, RunConfig
 from spec_compat.pipeline.conversations import FileCheck
-from spec_compat.pipeline.verifier import Verifier
+from spec_compat.pipeline.verifier import HeadGeometry, Verifier
 
 PRESETS = ("sharegpt", "ultrachat", "open-perfectblend")
 
@@ -68,11 +68,27 @@ def make(config: RunConfig) -> Plan:
             "seq_length": _fit(config.seq_length, geometry.max_length),
             "layer_ids": layer_ids,
             "draft_vocab_size": draft_vocab_size,
+            **_head(config, geometry.head),
         }
     )
     datasets = name_datasets(resolved.data)
     checks = {d.name: conversations.check(Path(d.source)) for d in datasets if d.is_local}
     return Plan(resolved, geometry, datasets, checks)
+
+
+def _head(config: RunConfig, derived: HeadGeometry) -> dict[str, int | None]:
+    """The options of the head's geometry: what is asked for, else the verifier's. UserError."""
+    heads = config.draft_heads or derived.heads
+    # As many as there are heads, where those that the verifier has do not fit another number.
+    kv_heads = derived.kv_heads if heads == derived.heads else heads
+    geometry = HeadGeometry(
+        heads,
+        config.draft_kv_heads or kv_heads,
+        config.draft_head_dim or derived.head_dim,
+        config.draft_intermediate_size or derived.intermediate_size,
+    )
+    verifier.check_head(geometry)
+    return {f"draft_{name}": value for name, value in asdict(geometry).items()}
 
 
 def name_datasets(sources: tuple[str, ...]) -> tuple[Dataset, ...]:

@@ -91,6 +91,8 @@ def _job(run: Path, events: Events) -> Job:
     layout = Layout(run.resolve())
     manifest = Manifest.model_validate_json(layout.manifest.read_text(encoding="utf-8"))
     config = ResolvedConfig.model_validate(manifest.options)
+    # Patches read it, in this process and in vLLM's workers.
+    os.environ["SPEC_COMPAT_TRUST_REMOTE_CODE"] = str(int(config.trust_remote_code))
     return Job(config, layout, name_datasets(config.data), manifest, events)
 
 

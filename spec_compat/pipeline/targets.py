@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from spec_compat.errors import UserError
+from spec_compat.pipeline.verifier import language_model
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-NORM, HEAD, EMBEDDINGS = "model.norm.weight", "lm_head.weight", "embed_tokens.weight"
+NORM, HEAD, EMBEDDINGS = "norm.weight", "lm_head.weight", "embed_tokens.weight"
 # Logits of a slice of the vocabulary are held at a time.
 SLICE = 1 << 14
 # Both sides compute in float32 from the same weights: only exact ties may differ.
@@ -30,18 +30,14 @@ class Verifier:
     """The verifier's final norm and its whole lm_head, [vocabulary, hidden] in its own dtype."""
 
     def __init__(self, model: str, trust_remote_code: bool = False) -> None:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        config = getattr(config, "text_config", config)
+        config, create = language_model(model, trust_remote_code)
         config.num_hidden_layers = 1
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        tensors = _tensors(model, (NORM, HEAD, EMBEDDINGS))
-        if NORM not in tensors:
-            raise UserError(f"--model {model}: no {NORM} among its weights")
+            skeleton = create(config)
+        tensors = _tensors(model)
         self.norm = skeleton.model.norm
         self.norm.load_state_dict({"weight": tensors[NORM].float()}, assign=True)
-        tied = HEAD not in tensors
-        self.head = tensors[EMBEDDINGS if tied else HEAD]
+        self.head = tensors[HEAD]
 
     def tokens(self, states: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The greedy next token, int64 [n], after each last state [n, hidden] (before the norm).
@@ -71,10 +67,7 @@ def check(model: Any, verifier: Verifier, states: Tensor) -> None:
     UserError where they differ: no final norm or another one, d2t and t2d out of step, or the
     lm_head of another model.
     """
-    with torch.no_grad():
-        # 0.4 has the norm beside the head, 0.3 gets it as a part of it.
-        norm = getattr(model, "verifier_norm", torch.nn.Identity())
-        drafts = model.verifier_lm_head(norm(states.float())).argmax(dim=-1)
+    drafts = trained_on(model, states).argmax(dim=-1)
     found = drafts + model.d2t[drafts]
     agreement = float((found == verifier.tokens(states, model.t2d)).float().mean())
     if agreement < AGREEMENT:
@@ -83,6 +76,15 @@ def check(model: Any, verifier: Verifier, states: Tensor) -> None:
             f"{len(states)} positions; is a patch of the train stage disabled, or the mapping "
             "not the map stage's?"
         )
+
+
+def trained_on(model: Any, states: Tensor) -> Tensor:
+    """The logits that the trainer has for targets, float [n, draft], of last states [n, hidden]."""
+    # 0.4 has the norm beside the head, 0.3 gets it as a part of it.
+    norm = getattr(model, "verifier_norm", torch.nn.Identity())
+    with torch.no_grad():
+        logits: Tensor = model.verifier_lm_head(norm(states.float()))
+    return logits
 
 
 def acceptance(
@@ -94,11 +96,10 @@ def acceptance(
     compute_accuracy) with three differences, each of which brings them nearer to what a server
     counts as vllm:spec_decode_num_accepted_tokens_per_pos over num_drafts at temperature 0:
     positions of all batches weigh the same, where speculators averages batches of different size;
-    the sum runs over positions that are trainable at the start of the draft and at the token in
-    question, within one row; and a drafted token is right if it is the verifier's choice among all
-    its tokens, not among those that can be drafted. The expected acceptance length of a chain,
-    tokens per step of the verifier, is 1 + their sum: the verifier's own token, and each drafted
-    one that it accepts with all before it.
+    the sum runs over drafts that a server makes, see `chain`; and a drafted token is right if it is
+    the verifier's choice among all its tokens, not among those that can be drafted. The expected
+    acceptance length of a chain, tokens per step of the verifier, is 1 + their sum: the verifier's
+    own token, and each drafted one that it accepts with all before it.
     """
     device = next(model.parameters()).device
     counts = torch.zeros(2, ttt_steps, dtype=torch.float64, device=device)
@@ -120,34 +121,56 @@ def chain(tokens: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Ten
     """Positions at which a chain holds up to each step, and those counted, int64 [2, steps].
 
     `tokens`, [steps, n], has what was drafted at each position for each step ahead of it; `right`,
-    `mask` and `positions`, [n], are of the packed rows, each row's positions consecutive.
+    `mask` and `positions`, [n], are of the packed rows: the verifier's choice at a position,
+    whether it stands for a token of the assistant, and its place in its row.
+
+    A draft counts as far as it stays within one turn. It begins after a token of that turn, which
+    the verifier has sampled: no server drafts the first token of a turn.
     """
     counts = torch.zeros(2, len(tokens), dtype=torch.long, device=tokens.device)
-    holds = mask
+    counted = mask & torch.cat([mask.new_zeros(1), mask[:-1] & (positions.diff() == 1)])
+    holds = counted
     for step, drafted in enumerate(tokens):
         length = len(right) - step
-        same_row = positions[step:] - positions[:length] == step
-        counted = mask[:length] & mask[step:] & same_row
-        holds = holds[:length] & (drafted[:length] == right[step:])
-        counts[0, step] = (holds & counted).sum()
+        counted = counted[:length] & mask[step:] & (positions[step:] - positions[:length] == step)
+        holds = holds[:length] & counted & (drafted[:length] == right[step:])
+        counts[0, step] = holds.sum()
         counts[1, step] = counted.sum()
     return counts
 
 
-def _tensors(model: str, suffixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors whose names end so, by suffix; from a local directory or the hub's cache."""
+def _tensors(model: str) -> dict[str, Tensor]:
+    """Norm and head, or embeddings in its place, from a local directory or the hub's cache.
+
+    Under a wrapper the names have something before them; the norm stands beside the embeddings.
+    """
     index = cached_file(model, INDEX, _raise_exceptions_for_missing_entries=False)
     if index is None:
-        single = cached_file(model, SINGLE)
-        with safe_open(single, "pt") as weights:
+        with safe_open(cached_file(model, SINGLE), "pt") as weights:
             files = dict.fromkeys(weights.keys(), SINGLE)
     else:
         with open(index, encoding="utf-8") as stream:  # noqa: PTH123
             files = json.load(stream)["weight_map"]
+    decoder = _only(model, EMBEDDINGS, files).removesuffix(EMBEDDINGS)
+    tied = not any(f".{name}".endswith(f".{HEAD}") for name in files)
+    if tied and any(".lm_head.weight_" in f".{name}" for name in files):
+        raise UserError(f"--model {model}: its lm_head is quantised; one in bfloat16 is needed")
+    names = {
+        NORM: decoder + NORM,
+        HEAD: decoder + EMBEDDINGS if tied else _only(model, HEAD, files),
+    }
     found = {}
-    for name, file in files.items():
-        for suffix in suffixes:
-            if name == suffix or name.endswith(f".{suffix}"):
-                with safe_open(cached_file(model, file), "pt") as weights:
-                    found[suffix] = weights.get_tensor(name)
+    for kind, name in names.items():
+        if name not in files:
+            raise UserError(f"--model {model}: no {name} among its weights")
+        with safe_open(cached_file(model, files[name]), "pt") as weights:
+            found[kind] = weights.get_tensor(name)
     return found
+
+
+def _only(model: str, suffix: str, names: Iterable[str]) -> str:
+    """The one tensor whose name ends so and that is no part of a decoder layer."""
+    found = [n for n in names if f".{n}".endswith(f".{suffix}") and ".layers." not in n]
+    if len(found) != 1:
+        raise UserError(f"--model {model}: {len(found)} of its weights are called {suffix}")
+    return found[0]

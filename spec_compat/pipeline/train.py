@@ -23,7 +23,7 @@ from transformers import AutoConfig, LlamaConfig
 import spec_compat
 from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic, check_head, checkpoints, targets
-from spec_compat.pipeline.config import MASK_BLOCK
+from spec_compat.pipeline.config import MASK_BLOCK, ResolvedConfig
 from spec_compat.pipeline.events import Events
 from spec_compat.pipeline.layout import Layout
 from spec_compat.pipeline.loader import Rows, loader, seed_everything
@@ -58,8 +58,8 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     if is_distributed:
         torch.distributed.barrier()
     seed_everything(config.seed)
-    model = draft_head(job)
     verifier = targets.Verifier(config.model, config.trust_remote_code)
+    model = draft_head(job)
     if rank == 0:
         targets.check(model, verifier, _last_states(train.files[:CHECKED_ROWS]))
     train_loader = loader(
@@ -138,7 +138,7 @@ def draft_head(job: Job) -> Any:
         raise UserError(f"{mapping}: {problems[0]}; make it again with --from map")
     d2t, t2d = torch.from_numpy(offsets), torch.from_numpy(drafted)
     head_config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer_config(verifier, config.num_layers),
+        transformer_layer_config=layer_config(verifier, config),
         draft_vocab_size=len(d2t),
         norm_before_residual=True,
         # Captured after layer k; for vLLM an id means before that layer.
@@ -155,23 +155,25 @@ def draft_head(job: Job) -> Any:
     return Eagle3DraftModel(head_config, t2d=t2d, d2t=d2t)
 
 
-def layer_config(verifier: Any, num_layers: int) -> LlamaConfig:
-    """The head's decoder layer: a Llama layer of the verifier's geometry and rotary embedding."""
+def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
+    """The head's decoder layer: a Llama layer of the run's geometry, the verifier's by default."""
     text = getattr(verifier, "text_config", verifier)
+    theta, scaling = check_head.rope(text.to_dict())
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     config = LlamaConfig(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=text.num_key_value_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        hidden_act=getattr(text, "hidden_act", "silu"),
+        intermediate_size=options.draft_intermediate_size or text.intermediate_size,
+        num_hidden_layers=options.num_layers,
+        num_attention_heads=options.draft_heads or text.num_attention_heads,
+        num_key_value_heads=options.draft_kv_heads or text.num_key_value_heads,
+        head_dim=options.draft_head_dim or width,
+        hidden_act="silu",  # whatever the verifier's is: vLLM's Llama layer knows no other
         max_position_embeddings=text.max_position_embeddings,
         initializer_range=text.initializer_range,
         rms_norm_eps=text.rms_norm_eps,
-        rope_theta=getattr(text, "rope_theta", 10000.0),
-        rope_scaling=getattr(text, "rope_scaling", None),
+        rope_theta=theta or 10000.0,
+        rope_scaling=scaling,
         tie_word_embeddings=False,
     )
     config._attn_implementation = "simple_flex_attention"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,33 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 FINGERPRINT_BYTES = 1 << 20
 # vLLM multiplies the context by the factor of every other kind of RoPE scaling.
 UNSCALED_ROPE = ("su", "longrope", "llama3")
+# Where a model names classes of its own, in files beside it.
+CODE_FILES = (
+    "config.json",
+    "tokenizer_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+# vLLM's attention on GPUs takes heads whose size is a multiple of the first, up to the second.
+HEAD_SIZES = (8, 256)
+
+
+@dataclass(frozen=True)
+class HeadGeometry:
+    """Widths of the draft head's decoder layer; None where the verifier's config.json is silent."""
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """Geometry of the language model; `max_length` is the context in tokens, None without limit."""
+    """Geometry of the language model; `max_length` is the context in tokens, None without limit.
+
+    `head` is what a draft head for it has where nothing else is asked for.
+    """
 
     num_layers: int
     hidden_size: int
@@ -28,6 +50,7 @@ class Verifier:
     max_length: int | None
     architectures: tuple[str, ...]
     fingerprint: str
+    head: HeadGeometry = field(default_factory=HeadGeometry)
 
     @property
     def bytes_per_token(self) -> int:
@@ -43,9 +66,9 @@ def read(model: str, trust_remote_code: bool = False) -> Verifier:
     """Read the verifier's geometry. Raises UserError when this cannot be a verifier."""
     config_file = _config_file(model)
     config = _read_json(config_file)
-    if "auto_map" in config and not trust_remote_code:
+    if not trust_remote_code and (named := _brings_code(model)):
         raise UserError(
-            f"--model {model}: it brings Python code of its own, which speculators would run; "
+            f"--model {model}: it brings Python code of its own ({named}), which would be run; "
             "pass --trust-remote-code if you trust it"
         )
     directory = config_file.parent
@@ -62,7 +85,43 @@ def read(model: str, trust_remote_code: bool = False) -> Verifier:
         max_length=_max_length(text, directory / "tokenizer_config.json"),
         architectures=tuple(config.get("architectures") or ()),
         fingerprint=_fingerprint(config_file),
+        head=_head_geometry(text),
     )
+
+
+def language_model(model: str, trust_remote_code: bool) -> tuple[Any, Callable[[Any], Any]]:
+    """The config of the language model, apart from its wrapper, and what makes the model of it.
+
+    A config class that comes with the model says nothing to transformers: where transformers has
+    the architecture itself, config and model are its own.
+    """
+    import transformers
+
+    auto = transformers.AutoConfig
+    config = auto.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
+    if not type(config).__module__.startswith("transformers."):
+        for name in config.architectures or ():
+            if known := getattr(transformers, name, None):
+                return known.config_class.from_dict(config.to_dict()), known
+
+    def create(config: Any) -> Any:
+        return transformers.AutoModelForCausalLM.from_config(
+            config, trust_remote_code=trust_remote_code
+        )
+
+    return config, create
+
+
+def check_head(geometry: HeadGeometry) -> None:
+    """Raises UserError for a head that vLLM would not serve."""
+    heads, kv_heads, size = geometry.heads, geometry.kv_heads, geometry.head_dim
+    if heads and kv_heads and heads % kv_heads:
+        raise UserError(f"--draft-kv-heads {kv_heads}: {heads} heads cannot share them evenly")
+    step, largest = HEAD_SIZES
+    if size and (size % step or size > largest):
+        raise UserError(
+            f"--draft-head-dim {size}: vLLM's attention takes multiples of {step} up to {largest}"
+        )
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -107,6 +166,32 @@ def _config_file(model: str) -> Path:
         ) from None
 
 
+def _brings_code(model: str) -> str:
+    """The first of the model's files that names classes of its own; empty when none does."""
+    for name in CODE_FILES:
+        file = _file(model, name)
+        if file is None:
+            continue
+        content = _read_json(file)
+        if "auto_map" in content or "auto_map" in (content.get("text_config") or {}):
+            return name
+    return ""
+
+
+def _file(model: str, name: str) -> Path | None:
+    """A file of the model, where it has it."""
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory / name if (directory / name).is_file() else None
+
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, name, etag_timeout=10))
+    except Exception:
+        return None
+
+
 def _check_files(directory: Path, trust_remote_code: bool) -> None:
     """Refuse a local directory that speculators would fail on later."""
     index = directory / "model.safetensors.index.json"
@@ -143,6 +228,26 @@ def _complete(model: str, trust_remote_code: bool) -> Mapping[str, Any]:
     values: dict[str, Any] = text.to_dict()
     values.update({key: getattr(text, key) for key in ("num_hidden_layers", "hidden_size")})
     return values
+
+
+def _head_geometry(text: Mapping[str, Any]) -> HeadGeometry:
+    """The verifier's own widths; of latent attention (MLA), those of what a head adds to a token.
+
+    Keys and queries of MLA are wider by the part that carries the position, and `head_dim`, where a
+    config has it, is the width of that part alone.
+    """
+
+    def number(key: str) -> int | None:
+        value = text.get(key)
+        return value if isinstance(value, int) else None
+
+    heads = number("num_attention_heads")
+    if number("kv_lora_rank"):
+        head_dim = number("v_head_dim")
+    else:
+        head_dim = number("head_dim") or (text["hidden_size"] // heads if heads else None)
+    kv_heads = number("num_key_value_heads") or heads
+    return HeadGeometry(heads, kv_heads, head_dim, number("intermediate_size"))
 
 
 def _max_length(text: Mapping[str, Any], tokenizer_config: Path) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
@@ -152,3 +153,49 @@ def test_a_recorded_run_replaces_that_of_its_pair_and_leaves_the_rest(
     assert read.vllm == ({"version": "0.16.0"},)
     with pytest.raises(ValueError, match="a run has vllm, speculators, date"):
         script.record({"vllm": "0.16.0"}, file)
+
+
+def test_the_table_in_readme_is_current(script: ModuleType, tmp_path: Path) -> None:
+    copy = tmp_path / "README.md"
+    copy.write_text(script.README.read_text())
+    script.write_readme(copy)
+    assert script.README.read_text() == copy.read_text()  # else: scripts/support_table.py
+
+
+def test_a_cell_says_what_was_run_and_what_was_not(script: ModuleType) -> None:
+    pairs = [("0.3.0", "0.16.0"), ("0.4.0.1", "0.16.0"), ("0.4.0.1", "0.15.1")]
+    ran = [{**RUN, "speculators": s, "vllm": v, "passed": s == "0.3.0"} for s, v in pairs[:2]]
+    known = dataclasses.replace(KNOWN, run=(ran[0], {**ran[1], "note": "rows differ"}))
+    assert [script._cell(known.pair(*names)) for names in [*pairs, ("0.3.0", "0.17.1")]] == [
+        "2026-11-30: 300 rows, 0.6 %",
+        "fails: rows differ",
+        "impossible: a fact",
+        "static only",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("speculators", "vllm", "names"),
+    [
+        ("0.3.0", "0.32.0", []),
+        ("0.4.0.1", "0.16.0", []),
+        ("0.4.0.1", "0.11.0", ["torch"]),
+        ("0.4.0.1", "0.20.2", ["torch"]),
+        ("0.4.0.1", "0.24.0", ["torch", "transformers"]),
+    ],
+)
+def test_doctor_names_what_pip_cannot_have_both_of(
+    speculators: str, vllm: str, names: list[str]
+) -> None:
+    said = support().disagreements(speculators, vllm)
+    assert [line.split(" asks for ")[1].split()[0] for line in said] == names
+
+
+def test_every_known_pair_has_install_lines() -> None:
+    known = support()
+    for speculators in known.releases("speculators"):
+        for vllm in known.releases("vllm"):
+            lines = known.install_lines(speculators, vllm)
+            assert f"vllm=={vllm} speculators=={speculators}" in lines[-1]
+            pinned = known.disagreements(speculators, vllm)
+            assert not pinned or lines[0].startswith("printf 'torch==")

@@ -27,7 +27,7 @@ from spec_compat.report import Report
 # Set for every stage unless the user has set them.
 ENVIRONMENT = {
     # vLLM's workers must not inherit the driver's CUDA context and threads.
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",

@@ -10,7 +10,7 @@ Remove when vLLM 0.18 is no longer supported.
 
 from types import ModuleType
 
-from spec_compat.patching import NEEDED, Patch, Probe, already_fixed
+from spec_compat.patching import Patch
 
 patch = Patch(
     module="speculators.data_generation.custom_worker",
@@ -21,27 +21,14 @@ patch = Patch(
 LIBRARIES = ("libtcmalloc", "libiomp")
 
 
-def missing() -> list[str]:
-    """The libraries that the variable does not name."""
-    import os
-
-    return [name for name in LIBRARIES if name not in os.environ.get("LD_PRELOAD", "")]
-
-
-@patch.probe
-def needed(module: ModuleType) -> Probe:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return already_fixed("not asked for on this platform")
-    return NEEDED if missing() else already_fixed("the libraries are preloaded")
-
-
 @patch.provide("NAMED_IN_LD_PRELOAD")
 def preload(absent: None, module: ModuleType) -> list[str]:
     import multiprocessing
     import os
 
-    names = missing() if multiprocessing.parent_process() else []  # ld.so would read it of a parent
-    os.environ["LD_PRELOAD"] = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), *names]))
+    before = os.environ.get("LD_PRELOAD", "")
+    names = [name for name in LIBRARIES if name not in before]
+    if multiprocessing.parent_process() is None or module.torch.cuda.is_available():
+        return []  # ld.so would read it in the workers of this process; a GPU's worker does not ask
+    os.environ["LD_PRELOAD"] = " ".join(filter(None, [before, *names]))
     return names

@@ -137,10 +137,7 @@ def measure(cell: Cell, models: list[Path]) -> dict[str, Any]:
     """The run of a pair, as support.toml has it."""
     started = time.monotonic()
     bare = cell.run(models[0], SPEC_COMPAT_DISABLE=",".join(sorted(without())))
-    with tempfile.TemporaryDirectory() as reports:
-        patched = cell.run(*models, SPEC_COMPAT_REPORT_DIR=reports)
-    found = answer(patched)
-    faults = wrong(found) if found else [last_line(patched)]
+    found, faults = patched(cell, models)
     results = found.get("models", {}).get("tiny-llama", {})
     other = found.get("models", {}).get("tiny-qwen3", {}).get("error", 0.0)
     return {
@@ -158,6 +155,14 @@ def measure(cell: Cell, models: list[Path]) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started),
         "note": "; ".join(faults) or f"tiny Llama; tiny Qwen3: {100 * other:.1f} %",
     }
+
+
+def patched(cell: Cell, models: list[Path]) -> tuple[dict[str, Any], list[str]]:
+    """What tests/live/cell.py found with the patches, and what is wrong with it, a phrase each."""
+    with tempfile.TemporaryDirectory() as reports:
+        process = cell.run(*models, SPEC_COMPAT_REPORT_DIR=reports)
+    found = answer(process)
+    return found, wrong(found) if found else [last_line(process)]
 
 
 def without() -> set[str]:

@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo serving test lint clean
 .DEFAULT_GOAL := help
@@ -18,8 +19,8 @@ serving: ## build .venv-serve, whose vLLM serves heads on a CPU (Python 3.11 or 
 
 test: lint ## run lint and the whole test suite, live tests included
 	-@$(PYTHON) scripts/bootstrap.py serve
-	@$(BIN)/python -m pytest tests/unit # a process without torch and vllm
-	@$(BIN)/python -m pytest tests/live tests/e2e
+	@$(PYTEST) tests/unit # in processes without torch and vllm
+	@$(PYTEST) tests/live tests/e2e
 
 lint: setup ## check style, types and import directions
 	$(BIN)/ruff check .

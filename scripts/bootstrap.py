@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED = ((3, 10), (3, 13))
 STAMP = "spec-compat.stamp"
 UNFINISHED = "unfinished"
-# torch in builds of their own, and torchcodec, whose builds want the libraries of CUDA.
-LEFT_OUT = ("torch", "torchaudio", "torchcodec", "torchvision", "intel-openmp")
+# torch and what comes with it in builds of their own; torchcodec's builds want CUDA's libraries.
+LEFT_OUT = ("torch", "torchaudio", "torchcodec", "torchvision", "triton", "intel-openmp")
 
 
 @dataclass(frozen=True)

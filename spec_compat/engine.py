@@ -21,10 +21,19 @@ from spec_compat import __version__, hooks, registry, versions
 from spec_compat.errors import RequiredPatchMissing, TargetMoved
 from spec_compat.patching import Factory, Patch, Scope, Verdict
 from spec_compat.report import IN_PLACE, Outcome, Report, State, append, role
+from spec_compat.support import support
 
 log = logging.getLogger("spec_compat")
 
 _ABSENT = object()
+
+
+class _Loaded:
+    """The loaded modules as attributes: an owner of names like any other."""
+
+
+LOADED = _Loaded()
+LOADED.__dict__ = sys.modules
 _PICKLED_BY_NAME = (FunctionType, BuiltinFunctionType, MethodType, type, staticmethod, classmethod)
 
 
@@ -60,14 +69,29 @@ def locate(module: ModuleType, qualname: str) -> tuple[Any, str, Any]:
     return owner, attr, raw
 
 
+def vacancy(module: ModuleType, name: str) -> tuple[Any, str, Any]:
+    """Owner and attribute of a name that does not exist yet. Raises TargetMoved when it does."""
+    owner: Any = LOADED if "." in name else module
+    if name in vars(owner):
+        raise TargetMoved(f"{name} exists")
+    return owner, name, _ABSENT
+
+
 def prepare(patch: Patch, module: ModuleType) -> list[Change]:
     """All changes of a patch, with nothing set yet.
 
     Raises TargetMoved when a name does not exist, TypeError for what must not be replaced.
     """
-    places = {qualname: locate(module, qualname) for qualname in patch.factories}
+    places = {
+        qualname: (vacancy if qualname in patch.provided else locate)(module, qualname)
+        for qualname in patch.factories
+    }
     changes = []
     for qualname, (owner, attr, original) in places.items():
+        if original is _ABSENT:
+            made = patch.factories[qualname](None, module)
+            changes.append(Change(owner, attr, False, original, made, qualname))
+            continue
         home = owner.__module__ if isinstance(owner, type) else owner.__name__
         if home.partition(".")[0] != patch.module.partition(".")[0]:
             raise TypeError(f"{qualname} belongs to {home}, which {patch.module} only imports")
@@ -202,6 +226,9 @@ class Engine:
             self._record(item.patch, state, item.reason)
         if off := sorted(registry.disabled()):
             log.warning("disabled by SPEC_COMPAT_DISABLE: %s", ", ".join(off))
+        if role() == "driver":
+            for assumption in support().assumptions(environment):
+                log.warning(assumption)
         found = {name: str(release) for name, release in environment.releases.items()}
         python = ".".join(map(str, sys.version_info[:3]))
         self._environment = {"spec_compat": __version__, "python": python, **found}
@@ -268,6 +295,9 @@ class Engine:
 
     def _stands(self, change: Change, module: ModuleType) -> bool:
         """Whether the name leads to our replacement, directly or through wrappers around it."""
+        if change.original is _ABSENT:
+            provided = vars(change.owner).get(change.attr) is change.replacement
+            return provided and change.owner in (module, LOADED)
         try:
             current = locate(module, change.qualname)[2]
         except TargetMoved:

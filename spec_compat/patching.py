@@ -1,7 +1,7 @@
 """The patch API: all that a patch file imports.
 
 A patch file defines one module-level `patch = Patch(...)`, at most one probe, and one factory for
-each name that it replaces. Nothing here imports the packages that are patched.
+each name that it replaces or provides. Nothing here imports the packages that are patched.
 """
 
 from __future__ import annotations
@@ -106,10 +106,11 @@ class Patch:
     """What to replace in one module, for which releases, and how to tell that it is needed.
 
     `module` is the dotted name whose import triggers the patch; it lies inside speculators (inside
-    vllm only for patches of the serve stage). `when` maps distribution names to version specifiers
-    (`{"speculators": ">=0.3,<0.4", "vllm": ">=0.12"}`) which nominate the patch; the probe decides.
-    `scope` is the process in which the patch matters. A `required` patch that is not in place is a
-    problem, an `optional` one is not. `after` lists the ids of patches that apply before this one.
+    vllm only for patches of the serve stage, inside transformers only to provide a name). `when`
+    maps distribution names to version specifiers, which nominate the patch
+    (`{"speculators": ">=0.3,<0.4", "vllm": ">=0.12"}`); the probe decides. `scope` is the process
+    in which the patch matters. A `required` patch that is not in place is a problem, an `optional`
+    one is not. `after` lists the ids of patches that apply before this one.
     The registry fills in `id` and `doc` from the file's path and docstring.
     """
 
@@ -122,6 +123,7 @@ class Patch:
     id: str = field(default="", init=False)
     doc: str = field(default="", init=False)
     factories: dict[str, Factory] = field(default_factory=dict, init=False)
+    provided: set[str] = field(default_factory=set, init=False)
     examine: ProbeFunction = field(default_factory=lambda: lambda module: NEEDED, init=False)
 
     @property
@@ -157,3 +159,12 @@ class Patch:
             return factory
 
         return register
+
+    def provide(self, name: str) -> Callable[[_F], _F]:
+        """Decorator for a factory `(None, module) -> object` of a name that does not exist.
+
+        A dotted name is that of a module which then can be imported; any other is a name in
+        `module`. Where the name exists, the patch has moved.
+        """
+        self.provided.add(name)
+        return self.replace(name)

@@ -108,7 +108,11 @@ def _accept(patch_id: str, module: ModuleType) -> Patch:
     if patch.id not in ("", patch_id):
         raise PatchConflict(f"{patch_id}: its `patch` is that of {patch.id}")
     patch.id, patch.doc = patch_id, module.__doc__ or ""
-    allowed = ("speculators", "vllm") if patch.stage == "serve" else ("speculators",)
+    allowed = ["speculators"]
+    if patch.stage == "serve":
+        allowed.append("vllm")
+    if patch.provided == set(patch.factories):
+        allowed.append("transformers")
     if patch.module.partition(".")[0] not in allowed:
         raise PatchConflict(f"{patch_id}: {patch.module} is outside {' and '.join(allowed)}")
     if not patch.factories:

@@ -1,4 +1,4 @@
-"""Which releases are installed, found without importing them, and which are supported.
+"""Which releases are installed, found without importing them.
 
 A release is compared by its public base version, pre-releases included: `0.16.0rc2`, `0.16.0+cpu`
 and `0.16.0` are one release. A source build that does not know its own release has none.
@@ -125,43 +125,10 @@ def _directory(name: str) -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
-@dataclass(frozen=True)
-class Support:
-    """The supported set: package -> rows with version, python, torch, shown, note."""
-
-    rows: Mapping[str, tuple[Mapping[str, str], ...]]
-
-    def releases(self, package: str) -> tuple[str, ...]:
-        """The supported releases of a package."""
-        return tuple(row["version"] for row in self.rows[package])
-
-    def check(self, environment: Environment) -> list[str]:
-        """One line for each package that is missing, unknown or outside the supported set."""
-        problems = []
-        for package in self.rows:
-            release = environment.releases.get(package)
-            if release is None:
-                problem = f"{package} is not installed"
-            elif release.version is None:
-                problem = f"{package} does not know its release ({release.raw}), "
-                problem += f"SPEC_COMPAT_ASSUME_{package.upper()} can name it"
-            elif release.version not in map(Version, self.releases(package)):
-                problem = f"{package} {release.version} is not supported"
-            else:
-                continue
-            problems.append(f"{problem}; supported: {', '.join(self.releases(package))}")
-        return problems
-
-
-def support() -> Support:
-    """The supported set that this version of spec_compat ships, from support.toml."""
-    return Support({package: tuple(rows) for package, rows in table("support.toml").items()})
-
-
 def table(name: str) -> dict[str, Any]:
-    """The content of a TOML file that ships with the package."""
+    """The content of a TOML file: one that ships with the package, or any other by its path."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
-    return tomllib.loads(Path(__file__).with_name(name).read_text("utf-8"))
+    return tomllib.loads(Path(__file__).parent.joinpath(name).read_text("utf-8"))

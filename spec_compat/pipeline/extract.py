@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
+import errno
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from speculators.data_generation.config_generator import DataGenerationConfig
 from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
 import spec_compat
 from spec_compat import registry, versions
 from spec_compat.errors import UserError
-from spec_compat.patching import BadRows
 from spec_compat.pipeline import atomic
 from spec_compat.pipeline.display import size
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.plan import Dataset
-from spec_compat.pipeline.rows import BAD_ROWS, LENGTHS, Prepared, Row, bad_rows, fault
+from spec_compat.pipeline.prefill import Prefill, Step, pack
+from spec_compat.pipeline.rows import BAD_ROWS, LENGTHS, Prepared, bad_rows
 from spec_compat.pipeline.stage import Job, Result
+from spec_compat.pipeline.storage import INDEX, RowFiles, storage
 from spec_compat.report import IN_PLACE, Report
 
 # Checksums as the rows are written: a run that is continued need not read all of them again.
@@ -36,40 +35,33 @@ OVERHEAD = 1.05
 
 
 def run(job: Job) -> Result:
-    """Write `gen/<dataset>/data_{i}.pt`; rows that are there already are kept.
+    """Write the rows to `gen/<dataset>`, in files of --storage; those that are there are kept.
 
     A row is input_ids int64 [s], loss_mask int64 [s], hidden_states: four tensors [s, hidden] in
     the verifier's dtype, by depth, taken after each layer and before the final norm.
     """
     spec_compat.require(stage="extract", scope="driver")
     config = job.config
-    rows = {dataset.name: _load(job, dataset) for dataset in job.datasets}
-    stores = {name: Store(job.layout.rows(name), prepared) for name, prepared in rows.items()}
-    tokens = sum(len(ids) for prepared in rows.values() for ids, _mask in prepared)
+    rows = {d.name: Prepared(job.layout.prepared(d.name)) for d in job.datasets}
+    kind = storage(config.storage, fp8=config.storage_dtype == "fp8")
+    stores = {name: Store(job.layout.rows(name), there, kind) for name, there in rows.items()}
+    lengths = {name: prepared.lengths for name, prepared in rows.items()}
     missing = sum(len(store.missing()) for store in stores.values())
     speed = 0.0
-    if missing or not all(store.complete for store in stores.values()):
+    if missing or not all(file.is_file() for s in stores.values() for file in s.lists):
         job.events.doing("loading the verifier")
         with _generator(job) as generator:
             _check_workers(job)
-            _check_space(job, generator, stores)
-            begun, written = time.monotonic(), 0
-            job.events.doing("extracting", sum(map(len, rows.values())))
-            allowed = config.max_bad_rows if config.on_bad_row == "skip" else 0
-            done = 0
+            _check_space(job, generator, kind, stores)
+            prefill = Prefill(generator, kind, config.sink_buffers)
+            speed = _extract(job, prefill, stores, lengths)
             for dataset in job.datasets:
                 store = stores[dataset.name]
-                for batch in store.batches(config.batch_size):
-                    if store.missing(batch):
-                        written += _extract(generator, store, batch, allowed)
-                    done += len(batch)
-                    job.events.progress(done, written)
-                store.finish(_data_config(job, generator, dataset, store))
-            speed = written / (time.monotonic() - begun)
+                store.finish(_data_config(job, generator, dataset, store), lengths[dataset.name])
     outputs = {
-        job.layout.relative(store.directory / name): atomic.sha256(store.directory / name)
+        job.layout.relative(file): atomic.sha256(file)
         for store in stores.values()
-        for name in (atomic.CHECKSUMS, LENGTHS, "data_config.json")
+        for file in store.lists
     }
     bad = sum(len(store.bad) for store in stores.values())
     if bad:
@@ -78,7 +70,7 @@ def run(job: Job) -> Result:
         "rows": sum(map(len, rows.values())) - bad,
         "bad_rows": bad,
         "rows_written": missing,
-        "tokens": tokens,
+        "tokens": sum(map(sum, lengths.values())),
         "tokens_per_second": round(speed, 1),
         "layer_ids": list(config.layer_ids),
     }
@@ -89,44 +81,42 @@ def run(job: Job) -> Result:
 class Store:
     """The files of one dataset's rows, and their checksums as `sha256sum -c` reads them."""
 
-    def __init__(self, directory: Path, prepared: Prepared) -> None:
+    def __init__(self, directory: Path, prepared: Prepared, storage: RowFiles) -> None:
         self.directory = directory
         self.prepared = prepared
+        self.storage = storage
         directory.mkdir(parents=True, exist_ok=True)
         self.bad = bad_rows(directory)
-        self._checksums = self._kept()
+        self._checksums: dict[str, str] = {}
+        self._files = self._kept()
 
-    def path(self, index: int) -> Path:
-        return self.directory / f"data_{index}.pt"
-
-    def missing(self, indices: range | None = None) -> list[int]:
+    def missing(self, indices: Iterable[int] | None = None) -> list[int]:
         indices = range(len(self.prepared)) if indices is None else indices
-        return [i for i in indices if i not in self._checksums and i not in self.bad]
+        return [i for i in indices if i not in self._files and i not in self.bad]
 
     @property
-    def complete(self) -> bool:
-        return all(
-            (self.directory / name).is_file()
-            for name in (atomic.CHECKSUMS, LENGTHS, "data_config.json")
-        )
+    def lists(self) -> list[Path]:
+        """What is written once all rows are."""
+        names = (atomic.CHECKSUMS, LENGTHS, "data_config.json", *self.storage.lists)
+        return [self.directory / name for name in names]
 
-    def batches(self, batch_size: int) -> Iterator[range]:
-        """The same batches in every run: a batch with a hole in it is computed as it was before."""
-        for start in range(0, len(self.prepared), batch_size):
-            yield range(start, min(start + batch_size, len(self.prepared)))
+    def steps(self, packed: list[list[int]]) -> Iterator[Step]:
+        """The steps in which something is missing, each with all of its rows."""
+        for rows in packed:
+            if missing := self.missing(rows):
+                keep = rows if self.storage.whole_steps else missing
+                yield Step(str(self.directory), {r: self.prepared[r] for r in rows}, keep)
 
-    def write(self, index: int, row: Row) -> None:
-        buffer = io.BytesIO()
-        torch.save(row, buffer)
-        content = buffer.getbuffer()
-        with atomic.replacing(self.path(index)) as stream:
-            stream.write(content)
-        self._checksums[index] = hashlib.sha256(content).hexdigest()
+    def written(self, name: str, rows: list[int], digest: str) -> None:
+        self._files.update(dict.fromkeys(rows, name))
+        self._checksums[name] = digest
         with (self.directory / JOURNAL).open("a") as journal:
-            journal.write(self._line(index))
+            journal.write(self._line(name))
 
     def refuse(self, reasons: dict[int, str], allowed: int) -> None:
         """Leave rows out for good. Raises RuntimeError when they are more than is allowed."""
+        if not (reasons := {row: why for row, why in reasons.items() if row not in self.bad}):
+            return
         refused = {**self.bad, **reasons}
         if len(refused) > allowed:
             row = min(reasons)
@@ -137,45 +127,48 @@ class Store:
         self.bad = refused
         atomic.write_text(self.directory / BAD_ROWS, json.dumps(refused, indent=1) + "\n")
 
-    def finish(self, data_config: dict[str, Any]) -> None:
-        rows = enumerate(self.prepared)
-        lengths = {str(row): len(ids) for row, (ids, _mask) in rows if row not in self.bad}
-        atomic.write_text(self.directory / LENGTHS, json.dumps(lengths) + "\n")
-        atomic.write_text(
-            self.directory / "data_config.json", json.dumps(data_config, indent=2) + "\n"
-        )
-        lines = "".join(map(self._line, sorted(self._checksums)))
-        atomic.write_text(self.directory / atomic.CHECKSUMS, lines)
+    def finish(self, data_config: dict[str, Any], lengths: list[int]) -> None:
+        kept = {str(row): length for row, length in enumerate(lengths) if row not in self.bad}
+        rows = {str(row): self._files[row] for row in sorted(self._files) if row not in self.bad}
+        contents = {
+            LENGTHS: json.dumps(kept) + "\n",
+            "data_config.json": json.dumps(data_config, indent=2) + "\n",
+            atomic.CHECKSUMS: "".join(map(self._line, sorted(self._checksums, key=_by_number))),
+            INDEX: json.dumps({"rows": rows}) + "\n",
+        }
+        for file in self.lists:
+            atomic.write_text(file, contents[file.name])
         (self.directory / JOURNAL).unlink(missing_ok=True)
 
     def digest(self) -> str:
-        return digest_of({str(index): digest for index, digest in self._checksums.items()})
+        return digest_of(self._checksums)
 
     def bytes(self) -> int:
-        return sum(self.path(index).stat().st_size for index in self._checksums)
+        return sum((self.directory / name).stat().st_size for name in self._checksums)
 
-    def _line(self, index: int) -> str:
-        return f"{self._checksums[index]}  {self.path(index).name}\n"
+    def _line(self, name: str) -> str:
+        return f"{self._checksums[name]}  {name}\n"
 
     def _kept(self) -> dict[int, str]:
-        """Rows of an earlier attempt that belong to the prepared rows of now."""
+        """The file of each row of an earlier attempt that belongs to the prepared rows of now."""
         for part in self.directory.glob(".*.part"):
             part.unlink()
         known = {}
         for name in (atomic.CHECKSUMS, JOURNAL):
             known.update(atomic.checksums(self.directory / name))
         kept = {}
-        for index, (ids, mask) in enumerate(self.prepared):
-            path = self.path(index)
-            if path.is_file():
-                row = torch.load(path, mmap=True, weights_only=True)
-                if row["input_ids"].tolist() == ids and row["loss_mask"].tolist() == mask:
-                    kept[index] = known.get(path.name) or atomic.sha256(path)
+        for file, rows in self.storage.there(self.directory):
+            if all(self._is_prepared(row, *stored) for row, stored in rows.items()):
+                self._checksums[file.name] = known.get(file.name) or atomic.sha256(file)
+                kept.update(dict.fromkeys(rows, file.name))
         return kept
 
+    def _is_prepared(self, row: int, ids: list[int], mask: list[int]) -> bool:
+        return row < len(self.prepared) and self.prepared[row] == (ids, mask)
 
-def _load(job: Job, dataset: Dataset) -> Prepared:
-    return Prepared(job.layout.prepared(dataset.name))
+
+def _by_number(name: str) -> int:
+    return int(Path(name).stem.rpartition("_")[2])
 
 
 @contextmanager
@@ -220,11 +213,11 @@ def _check_workers(job: Job) -> None:
         )
 
 
-def _check_space(job: Job, generator: Any, stores: dict[str, Store]) -> None:
-    hidden = generator.vllm_config.model_config.get_hidden_size()
-    itemsize = generator.vllm_config.model_config.dtype.itemsize
+def _check_space(job: Job, generator: Any, kind: RowFiles, stores: dict[str, Store]) -> None:
+    model = generator.vllm_config.model_config
+    width = kind.token_bytes(len(generator.layer_ids), model.get_hidden_size(), model.dtype)
     tokens = sum(len(s.prepared[index][0]) for s in stores.values() for index in s.missing())
-    needed = tokens * (4 * hidden * itemsize + 16) * OVERHEAD
+    needed = tokens * (width + 16) * OVERHEAD
     free = shutil.disk_usage(job.layout.gen).free
     if needed > free:
         raise UserError(
@@ -233,38 +226,47 @@ def _check_space(job: Job, generator: Any, stores: dict[str, Store]) -> None:
         )
 
 
-def _extract(generator: Any, store: Store, batch: range, allowed: int) -> int:
-    """Extract a batch, write the rows of it that are missing; returns the tokens processed."""
-    inputs = {index: store.prepared[index] for index in batch if index not in store.bad}
-    results = _generate(generator, store, inputs, allowed)
-    dtype = generator.vllm_config.model_config.dtype
-    layers = len(generator.layer_ids)
-    for index, result in results.items():
-        ids, mask = inputs[index]
-        row = {
-            "input_ids": result["input_ids"],
-            "hidden_states": [state.clone() for state in result["hidden_states"]],
-            "loss_mask": torch.tensor(mask, dtype=torch.long),
-        }
-        if problem := fault(row, ids, mask, layers, dtype):
-            raise RuntimeError(f"{store.directory.name} row {index}: {problem}")
-        if store.missing(range(index, index + 1)):
-            store.write(index, row)
-    return sum(len(ids) for ids, _mask in inputs.values())
+def _extract(
+    job: Job, prefill: Prefill, stores: dict[str, Store], lengths: dict[str, list[int]]
+) -> float:
+    """Have everything written that is missing; returns the tokens computed a second."""
+    allowed = job.config.max_bad_rows if job.config.on_bad_row == "skip" else 0
+    by_directory = {str(store.directory): store for store in stores.values()}
+    total = sum(map(len, lengths.values()))
+    done, computed, begun = (
+        total - sum(len(s.missing()) for s in stores.values()),
+        0,
+        time.monotonic(),
+    )
+    job.events.doing("extracting", total)
+
+    def steps() -> Iterator[Step]:
+        nonlocal computed
+        for name, store in stores.items():
+            packed = pack(lengths[name], prefill.tokens, job.config.batch_size)
+            for step in store.steps(packed):
+                yield step
+                computed += sum(lengths[name][row] for row in step.rows)
+
+    for answer in prefill.run(steps()):
+        if answer.failure is not None:
+            raise _failure(job, *answer.failure)
+        for written in answer.written:
+            by_directory[written.directory].written(written.name, written.rows, written.sha256)
+            done += len(written.rows)
+        for refused in answer.refused:
+            by_directory[refused.directory].refuse({refused.row: refused.reason}, allowed)
+        job.events.progress(done, computed)
+    if left := {n: store.missing() for n, store in stores.items() if store.missing()}:
+        raise RuntimeError(f"not everything was written; missing rows by dataset: {left}")
+    return computed / (time.monotonic() - begun)
 
 
-def _generate(
-    generator: Any, store: Store, inputs: dict[int, tuple[list[int], list[int]]], allowed: int
-) -> dict[int, Any]:
-    """States by row number; after a row is refused, those beside it are computed again."""
-    while indices := [index for index in inputs if index not in store.bad]:
-        try:
-            results = generator.generate([inputs[index][0] for index in indices])
-        except BadRows as error:
-            store.refuse({indices[row]: why for row, why in error.reasons.items()}, allowed)
-        else:
-            return dict(zip(indices, results, strict=True))
-    return {}
+def _failure(job: Job, number: int, text: str) -> Exception:
+    """What a writer in the worker stopped at."""
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(f"--output {job.layout.root}: {os.strerror(number).lower()}")
+    return RuntimeError(f"a row could not be written: {text}")
 
 
 def _data_config(job: Job, generator: Any, dataset: Dataset, store: Store) -> dict[str, Any]:

@@ -51,6 +51,8 @@ def make(config: RunConfig) -> Plan:
     model = str(directory.resolve()) if directory.is_dir() else config.model
     layer_ids = config.layer_ids or geometry.default_layer_ids
     verifier.check_layer_ids(layer_ids, geometry.num_layers)
+    if config.storage_dtype == "fp8" and config.storage != "shards":
+        raise UserError("--storage-dtype fp8: only shards hold it; add --storage shards")
     draft_vocab_size = config.draft_vocab_size or min(DRAFT_VOCAB_SIZE, geometry.vocab_size)
     if draft_vocab_size > geometry.vocab_size:
         raise UserError(

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute  # type: ignore[import-untyped]
 import torch
 from datasets import load_from_disk
 
 LENGTHS = "sample_lengths.json"
 BAD_ROWS = "bad_rows.json"
+LENGTHS_AT_ONCE = 10_000
 
 Row = dict[str, Any]
 
@@ -32,6 +34,14 @@ class Prepared:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        lengths: list[int] = []
+        for batch in self._rows.with_format("arrow").iter(LENGTHS_AT_ONCE):
+            lengths += pyarrow.compute.list_value_length(batch["input_ids"]).to_pylist()
+        return lengths
 
     def __getitem__(self, index: int) -> tuple[list[int], list[int]]:
         row = self._rows[index]

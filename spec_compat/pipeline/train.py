@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import random
-import shutil
 import time
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +15,28 @@ import torch
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
-from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 from speculators.train.noise_transforms import AddUniformNoise
 from speculators.train.trainer import Trainer, TrainerConfig
 from speculators.train.utils import maybe_destroy_distributed, maybe_setup_distributed
-from torch.utils.data import DataLoader
 from transformers import AutoConfig, LlamaConfig
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, check_head, targets
+from spec_compat.pipeline import atomic, check_head, checkpoints, targets
 from spec_compat.pipeline.config import MASK_BLOCK, ResolvedConfig
 from spec_compat.pipeline.events import Events
 from spec_compat.pipeline.layout import Layout
+from spec_compat.pipeline.loader import Rows, loader, seed_everything
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.rows import LENGTHS
 from spec_compat.pipeline.stage import Job, Result
-from spec_compat.pipeline.verifier import head_rope_scaling
 
 # Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
 BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
 STEPS_PER_EPOCH = 8
-PREFETCH_FACTOR = 4
-CHECKPOINT_FILES = ("config.json", "model.safetensors", "optimizer_state_dict.pt")
-SCHEDULER_FILE = "scheduler_state_dict.pt"
 # Rows whose targets are checked before training, and rows that the manifest names for check-head.
 CHECKED_ROWS = 4
 SERVED_ROWS = 32
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Files of one half of the split, with their lengths in tokens."""
-
-    files: list[Path]
-    lengths: list[int]
 
 
 def run(job: Job) -> Result:
@@ -72,12 +54,12 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     config, layout = job.config, job.layout
     train, validation = split(job, world_size)
     total_seq_len = config.total_seq_len or batch_tokens(train.lengths)
-    first_epoch = _drop_unfinished(layout.checkpoints) if rank == 0 else 0
+    first_epoch = checkpoints.drop_unfinished(layout.checkpoints) if rank == 0 else 0
     if is_distributed:
         torch.distributed.barrier()
     seed_everything(config.seed)
-    model = draft_head(job)
     verifier = targets.Verifier(config.model, config.trust_remote_code)
+    model = draft_head(job)
     if rank == 0:
         targets.check(model, verifier, _last_states(train.files[:CHECKED_ROWS]))
     train_loader = loader(
@@ -146,12 +128,6 @@ def _last_states(files: list[Path]) -> torch.Tensor:
     return torch.cat([row["hidden_states"][-1] for row in rows])
 
 
-def seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def draft_head(job: Job) -> Any:
     """A new head for the verifier, with the mapping of the map stage."""
     config = job.config
@@ -182,6 +158,7 @@ def draft_head(job: Job) -> Any:
 def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
     """The head's decoder layer: a Llama layer of the run's geometry, the verifier's by default."""
     text = getattr(verifier, "text_config", verifier)
+    theta, scaling = check_head.rope(text.to_dict())
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     config = LlamaConfig(
         vocab_size=text.vocab_size,
@@ -191,51 +168,16 @@ def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
         num_attention_heads=options.draft_heads or text.num_attention_heads,
         num_key_value_heads=options.draft_kv_heads or text.num_key_value_heads,
         head_dim=options.draft_head_dim or width,
-        hidden_act=getattr(text, "hidden_act", "silu"),
+        hidden_act="silu",  # whatever the verifier's is: vLLM's Llama layer knows no other
         max_position_embeddings=text.max_position_embeddings,
         initializer_range=text.initializer_range,
         rms_norm_eps=text.rms_norm_eps,
-        rope_theta=getattr(text, "rope_theta", 10000.0),
-        rope_scaling=head_rope_scaling(getattr(text, "rope_scaling", None)),
+        rope_theta=theta or 10000.0,
+        rope_scaling=scaling,
         tie_word_embeddings=False,
     )
     config._attn_implementation = "simple_flex_attention"
     return config
-
-
-def loader(
-    job: Job, rows: Rows, total_seq_len: int, world_size: int, rank: int, noise: Any
-) -> DataLoader[Any]:
-    """Batches of whole rows, packed to `total_seq_len` tokens; the same for the same seed."""
-    workers = job.config.num_workers
-    if workers is None:
-        workers = min(12, len(os.sched_getaffinity(0)))
-    dataset = Eagle3SampleFileDataset(
-        total_seq_len, file_list=[str(file) for file in rows.files], transform=noise
-    )
-    generator = torch.Generator().manual_seed(job.config.seed + rank)
-    return DataLoader(
-        dataset,
-        batch_sampler=MultipackDistributedBatchSamplerV2(
-            batch_max_length=total_seq_len,
-            # The dataset guesses lengths from file sizes; a guess too low cuts the last row off.
-            lengths=rows.lengths,
-            num_replicas=world_size,
-            rank=rank,
-            seed=job.config.seed,
-        ),
-        num_workers=workers,
-        prefetch_factor=PREFETCH_FACTOR if workers else None,
-        pin_memory=torch.cuda.is_available(),
-        collate_fn=create_collate_fn(total_seq_len),
-        worker_init_fn=partial(_seed_worker, job.config.seed),
-        persistent_workers=workers > 0,
-        generator=generator,
-    )
-
-
-def _seed_worker(seed: int, worker: int) -> None:
-    seed_everything(seed + worker)
 
 
 class Metrics(logging.Handler):
@@ -245,8 +187,9 @@ class Metrics(logging.Handler):
         super().__init__()
         self._events = events
         self._path = layout.metrics
-        self.records = self._earlier(first_epoch)
-        self._steps = self._done = self._epochs = 0
+        self.records = checkpoints.kept_metrics(layout.metrics, first_epoch)
+        self._steps = self._epochs = 0
+        self._first = self._done = self.steps
         self._tokens_per_step = 0.0
 
     def plan(self, epochs: int, steps_per_epoch: int, tokens_per_epoch: int) -> None:
@@ -270,7 +213,7 @@ class Metrics(logging.Handler):
         self._done += 1
         self._events.progress(
             self._done,
-            round(self._done * self._tokens_per_step),
+            round((self._done - self._first) * self._tokens_per_step),
             f"epoch {message['epoch'] + 1}/{self._epochs}, loss {loss:.3f}  ",
         )
 
@@ -283,38 +226,6 @@ class Metrics(logging.Handler):
         """The last validation, by the names of the training metrics."""
         last = next(record["val"] for record in reversed(self.records) if "val" in record)
         return {name.removesuffix("_epoch"): value for name, value in last.items()}
-
-    def _earlier(self, first_epoch: int) -> list[dict[str, Any]]:
-        """What earlier attempts logged of the epochs that are kept."""
-        if not self._path.is_file():
-            return []
-        lines = self._path.read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines if line.endswith("}")]
-        kept = [record for record in records if record["epoch"] < first_epoch]
-        atomic.write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
-        return kept
-
-
-def _drop_unfinished(checkpoints: Path) -> int:
-    """Remove the epochs that a killed run left incomplete; returns the first epoch to train."""
-    epochs = sorted(int(d.name) for d in checkpoints.glob("*") if d.name.isdigit())
-    for expected, epoch in enumerate(epochs):
-        if epoch != expected or not _is_whole(checkpoints / str(epoch)):
-            for later in epochs[expected:]:
-                shutil.rmtree(checkpoints / str(later))
-            return expected
-    return len(epochs)
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    if not all((checkpoint / name).is_file() for name in CHECKPOINT_FILES):
-        return False
-    try:
-        # Written last, so that the files before it are whole when it is.
-        torch.load(checkpoint / SCHEDULER_FILE, weights_only=True)
-    except Exception:
-        return False
-    return True
 
 
 def _result(

@@ -108,20 +108,6 @@ def text_config(model: str, trust_remote_code: bool) -> Any:
     return config
 
 
-def head_rope_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The verifier's RoPE scaling as a Llama layer takes it, the same in training and serving.
-
-    Of YaRN's temperature, vLLM's Llama computes `0.1 ln(factor) + 1` and reads neither DeepSeek's
-    `mscale` nor `mscale_all_dim`; transformers' Llama does read them, and without them computes
-    what vLLM does.
-    """
-    if scaling is None:
-        return None
-    ours = {key: value for key, value in scaling.items() if not key.startswith("mscale")}
-    kind = ours.pop("type", None)
-    return {"rope_type": kind, **ours} if kind else ours
-
-
 def check_head(geometry: HeadGeometry) -> None:
     """Raises UserError for a head that vLLM would not serve."""
     heads, kv_heads, size = geometry.heads, geometry.kv_heads, geometry.head_dim

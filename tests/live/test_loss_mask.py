@@ -1,5 +1,6 @@
 """The loss mask is the assistant's text with its end tokens; what is not certain is reported."""
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -445,30 +446,53 @@ def test_c12_a_turn_that_is_cut_keeps_its_mask(prepare: Prepare) -> None:
     assert mask == [0] * header + [1] * (50 - header)
 
 
-def test_c13_what_the_trainer_makes_of_the_mask(prepare: Prepare) -> None:
-    """Its mask goes by the token that the head reads, so the next one is what it learns.
+def learnt(shift: Any, ids: list[int], mask: list[int]) -> list[tuple[int, int]]:
+    """What the trainer reads and is to draft after it, at the positions that have a loss."""
+    count = len(ids)
+    shifted = shift(
+        {
+            "input_ids": torch.tensor(ids),
+            "loss_mask": torch.tensor(mask),
+            "hidden_states": torch.zeros(count, 1),
+            # The state after token k predicts token k + 1.
+            "verifier_last_hidden_states": torch.tensor([*ids[1:], -1]),
+            "lengths": torch.tensor([count]),
+            "position_ids": torch.arange(count),
+        }
+    )
+    assert {len(shifted[name]) for name in shifted if name != "lengths"} == {count - 1}
+    pairs = zip(shifted["input_ids"], shifted["verifier_last_hidden_states"], strict=True)
+    on = zip(pairs, shifted["loss_mask"], strict=True)
+    return [(int(read), int(target)) for (read, target), loss in on if loss]
 
-    The first token of a turn is never drafted: the verifier samples it before the head runs.
+
+def test_c13_a_position_is_trained_on_for_the_token_that_it_learns(prepare: Prepare) -> None:
+    """All the assistant wrote, end tokens too: the first token of a turn after the header's last.
+
+    speculators' own goes by the token that is read: it leaves the first one out, and learns what
+    follows the end.
     """
     from speculators.train.data import shift_batch
 
-    ((ids, mask),) = prepare(CHATML, [GOOD])
-    count = len(ids)
-    batch = {
-        "input_ids": torch.tensor(ids),
-        "loss_mask": torch.tensor(mask),
-        "hidden_states": torch.zeros(count, 1),
-        # The state after token k predicts token k + 1.
-        "verifier_last_hidden_states": torch.tensor([*ids[1:], -1]),
-        "lengths": torch.tensor([count]),
-        "position_ids": torch.arange(count),
-    }
-    shifted = shift_batch(batch)
-    learnt = shifted["verifier_last_hidden_states"][shifted["loss_mask"].bool()].tolist()
-    turn = [token for token, on in zip(ids, mask, strict=True) if on]
-    end = CHATML.tokenizer().convert_tokens_to_ids(CHATML.end)
-    assert learnt[: len(turn) - 1] == turn[1:]
-    assert learnt[len(turn) - 2] == end
+    spec_compat.require("train/loss-mask-shift")
+    ((ids, mask),) = prepare(CHATML, [chat("q", "Seven.", "q", "two")])
+    wanted = [(ids[at - 1], ids[at]) for at, on in enumerate(mask) if on]
+    end, newline = CHATML.tokenizer()("<|im_end|>\n")["input_ids"]
+    assert learnt(shift_batch, ids, mask) == wanted
+    assert [target for _, target in wanted].count(end) == 2
+
+    original: Any = shift_batch
+    theirs = learnt(original.__wrapped__, ids, mask)
+    assert theirs.count((end, newline)) == 2
+    assert wanted[0] not in theirs
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_c13_the_last_position_has_no_target_that_is_known(count: int) -> None:
+    from speculators.train.data import shift_batch
+
+    ids = list(range(5, 5 + count))
+    assert learnt(shift_batch, ids, [1] * count) == list(itertools.pairwise(ids[1:]))
 
 
 def test_c17_another_template_gives_other_tokens(prepare: Prepare) -> None:

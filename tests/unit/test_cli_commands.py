@@ -90,8 +90,8 @@ def test_show_of_an_unknown_patch_suggests_one() -> None:
     ("releases", "code", "says"),
     [
         ({}, 0, ""),
-        ({"vllm": "0.9.0"}, 1, "vllm 0.9.0 is not supported; supported: 0.16.0"),
-        ({"speculators": "0.9.0"}, 1, "speculators 0.9.0 is not supported; supported: 0.3.0"),
+        ({"vllm": "0.9.0"}, 1, "vllm 0.9.0 is older than 0.11.0, the oldest known"),
+        ({"speculators": "0.9.0"}, 1, "speculators 0.9.0 has no in-process generator"),
     ],
 )
 def test_doctor_is_zero_only_if_the_pipeline_can_run(

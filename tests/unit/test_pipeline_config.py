@@ -18,7 +18,7 @@ def toml(path: Path, text: str) -> Path:
 
 def test_defaults_are_those_of_speculators_scripts() -> None:
     options = config.load(GIVEN)
-    assert (options.epochs, options.lr, options.ttt_steps, options.batch_size) == (20, 1e-4, 3, 8)
+    assert (options.epochs, options.lr, options.ttt_steps, options.batch_size) == (20, 1e-4, 3, 256)
     assert (options.gpu_memory_utilization, options.noise_std, options.val_ratio) == (
         0.8,
         0.05,

@@ -61,7 +61,7 @@ def test_another_run_is_refused_by_its_first_difference(
 
 
 @pytest.mark.parametrize(
-    "flags", [{"batch_size": 2}, {"num_workers": 0}, {"tensor_parallel_size": 2}]
+    "flags", [{"sink_buffers": 2}, {"num_workers": 0}, {"tensor_parallel_size": 2}]
 )
 def test_options_that_change_no_result_may_change(root: Path, flags: dict[str, Any]) -> None:
     manifest.refuse_another_run(manifest.begin(planned(root)), planned(root, **flags), None)

@@ -229,7 +229,8 @@ def test_a_shipped_patch_imports_the_patch_api_and_the_standard_library_alone(fi
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add("." * node.level + (node.module or ""))
+            dots = "." * node.level
+            names |= {dots + (node.module or alias.name) for alias in node.names}
     foreign = {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
     beside = {name for name in foreign if name.startswith("._")}
     assert foreign - beside <= {"spec_compat.patching"}

@@ -216,36 +216,3 @@ def test_an_assumed_release_wins_and_is_no_disagreement(
     monkeypatch.setenv("SPEC_COMPAT_ASSUME_VLLM", "main")
     with pytest.raises(UserError, match="SPEC_COMPAT_ASSUME_VLLM=main: not a release"):
         versions.detect(["vllm"])
-
-
-@pytest.mark.parametrize(
-    ("vllm", "problems"),
-    [
-        ("0.16.0", []),
-        ("0.16.0rc2", []),
-        ("0.15.1", ["vllm 0.15.1 is not supported; supported: 0.16.0"]),
-        (
-            "dev",
-            [
-                "vllm does not know its release (dev), SPEC_COMPAT_ASSUME_VLLM can name it; "
-                "supported: 0.16.0"
-            ],
-        ),
-        (None, ["vllm is not installed; supported: 0.16.0"]),
-    ],
-)
-def test_a_release_outside_the_supported_set_is_one_line_that_names_the_set(
-    site: Path, vllm: str | None, problems: list[str]
-) -> None:
-    write(site, {**SPECULATORS, **metadata("speculators", "0.3.0")})
-    if vllm:
-        write(site, {**VLLM, "vllm/_version.py": f"version = '{vllm}'"})
-    assert versions.support().check(versions.detect()) == problems
-
-
-def test_every_supported_release_says_how_that_was_shown() -> None:
-    support = versions.support()
-    assert support.releases("speculators") == ("0.3.0",)
-    assert support.releases("vllm") == ("0.16.0",)
-    keys = {"version", "python", "torch", "shown", "note"}
-    assert all(set(row) == keys for rows in support.rows.values() for row in rows)

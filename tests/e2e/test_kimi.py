@@ -141,27 +141,3 @@ def test_the_head_is_sound_and_its_server_is_named(finished: tuple[Path, str]) -
     (problem,) = check_head.serving_problems(architectures, Version("0.16.0"), on_cpu=False)
     assert problem.startswith("this is vLLM 0.16.0; 0.18.1 is the first that serves Kimi")
     assert f"note: {problem}" in printed
-
-
-def test_vllm_turns_the_head_as_training_did(finished: tuple[Path, str]) -> None:
-    """cos and sin of the rotary embedding, where YaRN scales them."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.rotary_embedding import get_rope
-    from vllm.transformers_utils.config import patch_rope_parameters
-
-    content = json.loads((finished[0] / "head" / "config.json").read_text())
-    layer = content["transformer_layer_config"]
-    config = LlamaConfig(**layer)
-    positions = torch.arange(512)
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
-    patch_rope_parameters(config)
-    with set_current_vllm_config(VllmConfig()):
-        rope = get_rope(layer["head_dim"], 8192, rope_parameters=config.rope_parameters,
-                        dtype=torch.float32)  # fmt: skip
-    half = layer["head_dim"] // 2
-    served = rope.cos_sin_cache[positions]
-    torch.testing.assert_close(served[:, :half], cos[0, :, :half], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(served[:, half:], sin[0, :, :half], rtol=1e-4, atol=1e-4)
-    assert float(served[0, 0]) == pytest.approx(1 + 0.1 * torch.log(torch.tensor(64.0)).item())

@@ -62,19 +62,6 @@ def test_code_of_the_language_model_needs_trust(tmp_path: Path) -> None:
         verifier.read(str(make_verifier(tmp_path, text_config=text)))
 
 
-def test_the_heads_rope_has_no_temperature_that_vllm_would_not_read() -> None:
-    assert verifier.head_rope_scaling(TEXT_CONFIG["rope_scaling"]) == {  # type: ignore[arg-type]
-        "rope_type": "yarn",
-        "factor": 64.0,
-        "original_max_position_embeddings": 128,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-    }
-    llama3 = {"rope_type": "llama3", "factor": 8.0}
-    assert verifier.head_rope_scaling(llama3) == llama3
-    assert verifier.head_rope_scaling(None) is None
-
-
 def plan(tmp_path: Path, **options: Any) -> plans.Plan:
     model, data = kimi(tmp_path / "model"), make_data(tmp_path / "data.jsonl")
     given = {"model": str(model), "data": [str(data)], "output": tmp_path / "run", **options}

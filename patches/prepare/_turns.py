@@ -45,9 +45,10 @@ class Template:
 
     def render(self, messages: list[Message], prompt: bool = False) -> str:
         """The conversation as text; with `prompt`, up to where the assistant is to speak next."""
+        offered = {"tools": self.tools} if self.tools else {}
         try:
             text: str = self.tokenizer.apply_chat_template(
-                messages, tools=self.tools or None, tokenize=False, add_generation_prompt=prompt
+                messages, tokenize=False, add_generation_prompt=prompt, **offered
             )
         except Exception as error:  # the template is a program that came with the model
             raise RowError("the chat template refuses it", str(error)) from error

@@ -19,6 +19,7 @@ from spec_compat.patching import Patch
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
     when={"speculators": ">=0.3,<0.5"},
+    after=("extract/trust-remote-code",),
 )
 
 NAMES = ("thinker_config", "text_config", "llm_config", "language_config")

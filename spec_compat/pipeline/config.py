@@ -107,6 +107,16 @@ class RunConfig(BaseModel):
         0.8, None, "Share of each GPU that vLLM may take.", gt=0, le=1
     )
 
+    server_url: str = _option(
+        "http://localhost:8000", None, "Where a vLLM server may be holding the GPUs."
+    )
+    stop_server_cmd: str | None = _option(
+        None, None, "Shell command that stops that server before the GPUs are needed."
+    )
+    restart_server_cmd: str | None = _option(
+        None, None, "Shell command that starts it again at the end, also after a failure."
+    )
+
     draft_vocab_size: int | None = _option(
         None,
         "map",

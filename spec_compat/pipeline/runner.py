@@ -19,6 +19,7 @@ from spec_compat.pipeline import atomic
 from spec_compat.pipeline import manifest as manifests
 from spec_compat.pipeline.display import Display
 from spec_compat.pipeline.events import Event, channel
+from spec_compat.pipeline.gpus import Room
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest, StageRecord
 from spec_compat.pipeline.plan import Plan
@@ -66,13 +67,14 @@ def run(
     for stage in STAGES[: STAGES.index(stages[0])]:
         if earlier is None or not _finished(stage, plan, earlier, layout):
             raise UserError(f"--output {layout.root}: {stage} has not been done yet")
-    with manifests.locked(layout), _interruptible():
+    room = Room(plan.config, lambda text: display.event({"event": "note", "text": text}))
+    with manifests.locked(layout), _interruptible(), room:
         manifest = earlier or manifests.begin(plan)
         manifest.options = plan.config.model_dump(mode="json")
         manifest.sources = plan.sources
         manifest.save(layout)
         for stage in stages:
-            _run_stage(stage, plan, manifest, layout, display)
+            _run_stage(stage, plan, manifest, layout, display, room)
     return manifest
 
 
@@ -88,7 +90,7 @@ def _finished(stage: Stage, plan: Plan, manifest: Manifest, layout: Layout) -> b
 
 
 def _run_stage(
-    stage: Stage, plan: Plan, manifest: Manifest, layout: Layout, display: Display
+    stage: Stage, plan: Plan, manifest: Manifest, layout: Layout, display: Display, room: Room
 ) -> None:
     if _finished(stage, plan, manifest, layout):
         display.skipped(stage)
@@ -101,6 +103,7 @@ def _run_stage(
     manifest.stages[stage] = record
     manifest.save(layout)
     display.start(stage)
+    room.make(stage)
     begun = time.monotonic()
     for name, value in _process(stage, plan, layout, display).items():
         setattr(record, name, value)

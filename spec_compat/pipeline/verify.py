@@ -11,10 +11,11 @@ from typing import Any
 
 import psutil
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, manifest, storage
+from spec_compat.pipeline import atomic, manifest, storage, verifier
 from spec_compat.pipeline.config import ResolvedConfig
 from spec_compat.pipeline.display import size
 from spec_compat.pipeline.layout import Layout
@@ -27,6 +28,8 @@ from spec_compat.pipeline.rows import Prepared, bad_rows, fault
 # What is stored in fp8 is off by 2.6 % more.
 MEDIAN, WORST, FP8_MEDIAN = 0.03, 0.2, 0.05
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# What a vision wrapper puts before the names of its language model's weights.
+WRAPPED = "language_model."
 # Beside the weights, transformers needs room for a row's states and logits.
 HEADROOM = 1.2
 
@@ -178,8 +181,10 @@ class Oracle:
         from transformers import AutoModelForCausalLM
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            config.model, dtype="auto", trust_remote_code=config.trust_remote_code
+        self.model: Any = (
+            _with_code(config)
+            if verifier.brings_code(config.model)
+            else AutoModelForCausalLM.from_pretrained(config.model, dtype="auto")
         ).to(self.device)
         text = getattr(self.model.config, "text_config", self.model.config)
         self.last = text.num_hidden_layers - 1
@@ -197,3 +202,24 @@ class Oracle:
         with torch.inference_mode():
             normed: Tensor = self.model.get_decoder().norm(states.to(self.device))
         return normed.cpu()
+
+
+def _with_code(config: ResolvedConfig) -> Any:
+    """The language model of a verifier that brings code, in transformers' own class if it has one.
+
+    That code may want packages that are not there, and of a wrapper only one part is needed.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    text = verifier.text_config(config.model, config.trust_remote_code)
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if known is None:
+        return AutoModelForCausalLM.from_pretrained(
+            config.model, dtype="auto", trust_remote_code=config.trust_remote_code
+        )
+    weights: dict[str, Tensor] = {}
+    for file in sorted(Path(config.model).glob("*.safetensors")):
+        weights |= load_file(file)
+    if wrapped := {name for name in weights if name.startswith(WRAPPED)}:
+        weights = {name.removeprefix(WRAPPED): weights[name] for name in wrapped}
+    return known.from_pretrained(None, config=text, state_dict=weights, dtype="auto")

@@ -6,14 +6,19 @@ Importing this module imports spec_compat, so the patches are armed before anyth
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from spec_compat.errors import UserError
@@ -31,6 +36,18 @@ MODULES: dict[Stage, str] = {
     "export": "export",
 }
 
+# What the disk says, and its user can mend.
+DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ESTALE,
+)
+# For a stage without a runner to end by itself.
+GRACE_SECONDS = 5.0
 LOG_FORMAT = "%(asctime)s %(name)s: %(message)s"
 
 
@@ -64,14 +81,23 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     events = Events(options.events)
+    signal.signal(signal.SIGTERM, _stop)
+    if options.events is not None:
+        threading.Thread(target=_outlive_no_runner, daemon=True).start()
     try:
         result = _function(options.stage)(_job(options.run, events))
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return 128 + signal.SIGTERM
     except UserError as error:
         traceback.print_exc()
         events.failed("user", str(error))
         return 2
     except Exception as error:
         traceback.print_exc()
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            events.failed("user", _disk_fault(error, options.run))
+            return 2
         events.failed("crash", _one_line(error))
         return 1
     if int(os.environ.get("RANK", "0")) == 0:
@@ -79,6 +105,32 @@ def main(arguments: list[str] | None = None) -> int:
             digest=result.digest, counts=result.counts, outputs=result.outputs, bytes=result.bytes
         )
     return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends the stage as an exception does: what it has open is closed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _outlive_no_runner() -> None:
+    """Wait for the end of standard input, which the runner holds, and end the process group.
+
+    The runner was killed: nobody else would end this stage, its workers and loaders.
+    """
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(GRACE_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _disk_fault(error: OSError, run: Path) -> str:
+    where = error.filename or run
+    return (
+        f"{where}: {os.strerror(error.errno or 0).lower()}; what is whole is kept, the same "
+        "command goes on from there"
+    )
 
 
 def _function(stage: Stage) -> Callable[[Job], Result]:

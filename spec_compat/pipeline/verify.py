@@ -16,6 +16,7 @@ from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic, manifest
 from spec_compat.pipeline.config import ResolvedConfig
 from spec_compat.pipeline.display import size
+from spec_compat.pipeline.index import Entry, Index
 from spec_compat.pipeline.layout import Layout
 from spec_compat.pipeline.plan import name_datasets
 from spec_compat.pipeline.rows import Prepared, bad_rows, fault
@@ -60,14 +61,14 @@ def verify(root: Path, samples: int = 4, progress: Progress = lambda *_: None) -
     total = sum(map(len, datasets.values()))
     dtype: torch.dtype | None = None
     for name, prepared in datasets.items():
-        checksums = atomic.checksums(layout.rows(name) / atomic.CHECKSUMS)
+        files = Index(layout.rows(name)).files
         left_out = bad_rows(layout.rows(name))
         for index, (ids, mask) in enumerate(prepared):
             if index in left_out:
                 continue
             file = layout.rows(name) / f"data_{index}.pt"
             try:
-                row = _load(file, checksums.get(file.name))
+                row = _load(file, files.get(file.name))
                 dtype = dtype or row["hidden_states"][0].dtype
                 problem = fault(row, ids, mask, len(config.layer_ids), dtype)
             except _UnreadableError as error:
@@ -99,10 +100,12 @@ def _run(root: Path) -> tuple[Layout, ResolvedConfig]:
     return Layout(root.resolve()), ResolvedConfig.model_validate(there.options)
 
 
-def _load(file: Path, checksum: str | None) -> dict[str, Any]:
+def _load(file: Path, known: Entry | None) -> dict[str, Any]:
     if not file.is_file():
         raise _UnreadableError("the file is missing")
-    if checksum and atomic.sha256(file) != checksum:
+    if known is None:
+        raise _UnreadableError("it is not in the index of the dataset")
+    if atomic.sha256(file) != known.sha256:
         raise _UnreadableError("its checksum is not the one recorded")
     try:
         row: dict[str, Any] = torch.load(file, weights_only=True)

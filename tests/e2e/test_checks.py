@@ -110,15 +110,18 @@ PLANTED: tuple[tuple[Callable[[Row], None], str], ...] = (
 
 
 def test_every_row_with_a_fault_is_named_and_no_other(run: Path) -> None:
+    from spec_compat.pipeline import atomic
+    from spec_compat.pipeline.index import Index
     from spec_compat.pipeline.verify import verify
 
     rows = run / "gen" / "talks"
     for index, (plant, _said) in enumerate(PLANTED, start=1):
         row = torch.load(rows / f"data_{index}.pt", weights_only=True)
         plant(row)
-        torch.save(row, rows / f"data_{index}.pt")
-    # Without the checksums, which would tell all of them.
-    (rows / "SHA256SUMS").unlink()
+        file = rows / f"data_{index}.pt"
+        torch.save(row, file)
+        # With its checksum, which would tell all of them.
+        Index(rows).add(file.name, atomic.sha256(file), {index: 0})
     problems = verify(run, samples=ROWS).problems
     for index, (_plant, said) in enumerate(PLANTED, start=1):
         assert any(p.startswith(f"gen/talks/data_{index}.pt: ") and said in p for p in problems), (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenS
 import spec_compat
 from spec_compat import registry, versions
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic
+from spec_compat.pipeline import atomic, disk
 from spec_compat.pipeline import index as rows_index
 from spec_compat.pipeline.display import size
 from spec_compat.pipeline.index import Index
@@ -32,6 +31,8 @@ from spec_compat.report import IN_PLACE, Report
 
 # Beside the states, a row has 16 bytes a token of ids and mask, and a file has its frame.
 OVERHEAD = 1.05
+# Steps of which nothing is on the disk when the next one is sent.
+IN_FLIGHT = 4
 # Altered files that are named.
 SHOWN = 5
 
@@ -67,6 +68,7 @@ def run(job: Job) -> Result:
         job.layout.relative(file): atomic.sha256(file)
         for store in stores.values()
         for file in store.lists
+        if file.name != rows_index.NAME  # its lines have checksums of their own
     }
     bad = sum(len(store.bad) for store in stores.values())
     if bad:
@@ -192,6 +194,8 @@ def _check_space(job: Job, generator: Any, kind: RowFiles, stores: dict[str, Sto
     width = kind.token_bytes(len(generator.layer_ids), model.get_hidden_size(), model.dtype)
     tokens = sum(len(s.prepared[index][0]) for s in stores.values() for index in s.missing())
     needed = tokens * (width + 16) * OVERHEAD
+    there = sum(store.index.bytes for store in stores.values())
+    disk.refuse_beyond(job.config.max_disk, job.layout.gen, there + needed)
     free = shutil.disk_usage(job.layout.gen).free
     if needed > free:
         raise UserError(
@@ -212,6 +216,11 @@ def _extract(
         0,
         time.monotonic(),
     )
+    model = prefill.generator.vllm_config.model_config
+    pause = job.config.on_full_disk == "pause"
+    width = prefill.storage.token_bytes(
+        len(prefill.generator.layer_ids), model.get_hidden_size(), model.dtype
+    )
     job.events.doing("extracting", total)
 
     def steps() -> Iterator[Step]:
@@ -219,6 +228,10 @@ def _extract(
         for name, store in stores.items():
             packed = pack(lengths[name], prefill.tokens, job.config.batch_size)
             for step in store.steps(packed):
+                tokens = sum(lengths[name][row] for row in step.rows)
+                needed = IN_FLIGHT * OVERHEAD * (width + 16) * tokens
+                if disk.wait_for(store.directory, needed, pause, job.events):
+                    job.events.doing("extracting", total)
                 yield step
                 computed += sum(lengths[name][row] for row in step.rows)
 
@@ -238,8 +251,8 @@ def _extract(
 
 def _failure(job: Job, number: int, text: str) -> Exception:
     """What a writer in the worker stopped at."""
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"--output {job.layout.root}: {os.strerror(number).lower()}")
+    if line := disk.fault(OSError(number, text), job.layout.root):
+        return UserError(line)
     return RuntimeError(f"a row could not be written: {text}")
 
 

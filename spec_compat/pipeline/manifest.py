@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 import spec_compat
 from spec_compat.errors import UserError
@@ -70,7 +70,9 @@ class Manifest(BaseModel):
     stages: dict[Stage, StageRecord] = {}
 
     def save(self, layout: Layout) -> None:
-        atomic.write_text(layout.manifest, self.model_dump_json(indent=1) + "\n")
+        content = self.model_dump(mode="json")
+        content["checksum"] = digest_of(content)
+        atomic.write_text(layout.manifest, json.dumps(content, indent=1) + "\n")
 
 
 class Difference(NamedTuple):
@@ -99,9 +101,17 @@ def find(output: Path) -> Manifest | None:
     file = Layout(output).manifest
     if file.is_file():
         try:
-            manifest = Manifest.model_validate_json(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ValidationError):
+            content = json.loads(file.read_text(encoding="utf-8"))
+            checksum = content.pop("checksum", None)
+            manifest = Manifest.model_validate(content)
+        except OSError as error:
+            raise UserError(f"{file}: {(error.strerror or str(error)).lower()}") from None
+        except (ValueError, AttributeError, TypeError):  # also what json and pydantic raise
             raise UserError(f"{file}: not the manifest of a run") from None
+        if checksum is not None and checksum != digest_of(content):
+            raise UserError(
+                f"{file}: altered since it was written; restore it, or choose another directory"
+            )
         if manifest.schema_version != SCHEMA:
             raise UserError(f"{file}: written by spec-compat {manifest.spec_compat}, not readable")
         return manifest
@@ -179,16 +189,18 @@ def fault(manifest: Manifest, plan: Plan, layout: Layout, stage: Stage) -> str |
         if stamp != record.stamps.get(name) and atomic.sha256(layout.root / name) != digest:
             return f"{name} has been altered"
     if stage == "extract":
-        return _altered_rows(plan, layout)
+        return _altered_rows(plan, layout, record.counts["rows"])
     return None
 
 
-def _altered_rows(plan: Plan, layout: Layout) -> str | None:
+def _altered_rows(plan: Plan, layout: Layout, rows: int) -> str | None:
+    there = 0
     for dataset in plan.datasets:
-        directory = layout.rows(dataset.name)
-        for name, reason in Index(directory).check().items():
-            return f"{layout.relative(directory / name)}: {reason}"
-    return None
+        index = Index(layout.rows(dataset.name))
+        for name, reason in index.check().items():
+            return f"{layout.relative(index.directory / name)}: {reason}"
+        there += len(index)
+    return None if there >= rows else f"{there} of {rows} rows are in the index"
 
 
 def digest_of(content: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from spec_compat.errors import SpecCompatError, UserError
-from spec_compat.pipeline import atomic
+from spec_compat.pipeline import atomic, disk
 from spec_compat.pipeline import manifest as manifests
 from spec_compat.pipeline.display import Display
 from spec_compat.pipeline.events import Event, channel
@@ -59,6 +59,15 @@ def run(
     Raises UserError for what the user can mend, StageFailed for a crash, KeyboardInterrupt when
     stopped; in each case no process of the run is left and the run can be continued.
     """
+    try:
+        return _run(plan, display, first, last)
+    except OSError as error:
+        if line := disk.fault(error, plan.config.output):
+            raise UserError(f"--output {line}") from error
+        raise
+
+
+def _run(plan: Plan, display: Display, first: Stage | None, last: Stage | None) -> Manifest:
     layout = Layout(plan.config.output)
     stages = selected(first, last)
     _earlier(plan, layout, stages, first)  # once before the lock, which makes the directory

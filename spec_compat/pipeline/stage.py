@@ -6,7 +6,6 @@ Importing this module imports spec_compat, so the patches are armed before anyth
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import logging
 import os
@@ -22,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from spec_compat.errors import UserError
+from spec_compat.pipeline import disk
 from spec_compat.pipeline.config import ResolvedConfig
 from spec_compat.pipeline.events import Events
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
@@ -36,16 +36,6 @@ MODULES: dict[Stage, str] = {
     "export": "export",
 }
 
-# What the disk says, and its user can mend.
-DISK_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.ESTALE,
-)
 # For a stage without a runner to end by itself.
 GRACE_SECONDS = 5.0
 LOG_FORMAT = "%(asctime)s %(name)s: %(message)s"
@@ -95,8 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except Exception as error:
         traceback.print_exc()
-        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-            events.failed("user", _disk_fault(error, options.run))
+        if line := disk.fault(error, options.run):
+            events.failed("user", line)
             return 2
         events.failed("crash", _one_line(error))
         return 1
@@ -123,14 +113,6 @@ def _outlive_no_runner() -> None:
     os.killpg(0, signal.SIGTERM)
     time.sleep(GRACE_SECONDS)
     os.killpg(0, signal.SIGKILL)
-
-
-def _disk_fault(error: OSError, run: Path) -> str:
-    where = error.filename or run
-    return (
-        f"{where}: {os.strerror(error.errno or 0).lower()}; what is whole is kept, the same "
-        "command goes on from there"
-    )
 
 
 def _function(stage: Stage) -> Callable[[Job], Result]:

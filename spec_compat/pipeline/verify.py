@@ -80,11 +80,26 @@ def verify(root: Path, samples: int = 4, progress: Progress = lambda *_: None) -
             found.rows += 1
             found.tokens += len(ids)
             progress("checking", found.rows, total)
+    found.problems += _altered(layout)
     samples = min(samples, len(sound))
     if samples:
         chosen = random.Random(config.seed).sample(sound, samples)  # noqa: S311
         _recompute(chosen, layout, config, found, progress)
     return found
+
+
+def _altered(layout: Layout) -> list[str]:
+    """Files of all stages that are not what the manifest recorded."""
+    there = manifest.find(layout.root)
+    problems = []
+    for record in there.stages.values() if there else ():
+        for name, digest in record.outputs.items():
+            file = layout.root / name
+            if not file.is_file():
+                problems.append(f"{name}: the file is missing")
+            elif record.finished and atomic.sha256(file) != digest:
+                problems.append(f"{name}: its checksum is not the one recorded")
+    return problems
 
 
 class _UnreadableError(Exception):

@@ -198,8 +198,19 @@ def test_training_without_the_final_norm_is_refused(run: Path) -> None:
 
 
 def test_a_shuffled_d2t_is_refused_before_training(run: Path) -> None:
+    from spec_compat.pipeline import atomic
+    from spec_compat.pipeline.layout import Layout
+    from spec_compat.pipeline.manifest import Manifest
+
     file = run / "vocab_mapping" / "d2t.npy"
     np.save(file, np.random.default_rng(0).permutation(np.load(file)))
+    done = trained_again(run)
+    assert done.returncode == 2
+    assert "vocab_mapping/d2t.npy has been altered" in done.stderr
+    # As if the map stage had written it.
+    made = Manifest.model_validate_json((run / "manifest.json").read_text())
+    made.stages["map"].outputs["vocab_mapping/d2t.npy"] = atomic.sha256(file)
+    made.save(Layout(run))
     done = trained_again(run)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

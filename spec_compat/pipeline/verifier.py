@@ -125,6 +125,11 @@ def read_config(model: str) -> dict[str, Any]:
     return _read_json(_config_file(model))
 
 
+def directory(model: str) -> Path:
+    """Where the verifier's files are: --model, or the commit of a download."""
+    return _config_file(model).parent
+
+
 def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
     """Four different layers in ascending order, as the worker returns them by depth."""
     written = ",".join(map(str, layer_ids))

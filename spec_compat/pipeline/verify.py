@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic, manifest, storage, verifier
 from spec_compat.pipeline.config import ResolvedConfig
 from spec_compat.pipeline.display import size
+from spec_compat.pipeline.index import Entry, Index
 from spec_compat.pipeline.layout import Layout
 from spec_compat.pipeline.plan import name_datasets
 from spec_compat.pipeline.rows import Prepared, bad_rows, fault
@@ -65,14 +66,14 @@ def verify(root: Path, samples: int = 4, progress: Progress = lambda *_: None) -
     total = sum(map(len, datasets.values()))
     dtype: torch.dtype | None = None
     for name, prepared in datasets.items():
-        checksums = atomic.checksums(layout.rows(name) / atomic.CHECKSUMS)
+        files = Index(layout.rows(name)).files
         left_out = bad_rows(layout.rows(name))
         for index, (ids, mask) in enumerate(prepared):
             if index in left_out:
                 continue
             file = layout.rows(name) / f"data_{index}.pt"
             try:
-                row = _load(file, checksums)
+                row = _load(file, files)
                 dtype = dtype or row["hidden_states"][0].dtype
                 problem = fault(row, ids, mask, len(config.layer_ids), dtype)
             except _UnreadableError as error:
@@ -84,11 +85,26 @@ def verify(root: Path, samples: int = 4, progress: Progress = lambda *_: None) -
             found.rows += 1
             found.tokens += len(ids)
             progress("checking", found.rows, total)
+    found.problems += _altered(layout)
     samples = min(samples, len(sound))
     if samples:
         chosen = random.Random(config.seed).sample(sound, samples)  # noqa: S311
         _recompute(chosen, layout, config, found, progress)
     return found
+
+
+def _altered(layout: Layout) -> list[str]:
+    """Files of all stages that are not what the manifest recorded."""
+    there = manifest.find(layout.root)
+    problems = []
+    for record in there.stages.values() if there else ():
+        for name, digest in record.outputs.items():
+            file = layout.root / name
+            if not file.is_file():
+                problems.append(f"{name}: the file is missing")
+            elif record.finished and atomic.sha256(file) != digest:
+                problems.append(f"{name}: its checksum is not the one recorded")
+    return problems
 
 
 class _UnreadableError(Exception):
@@ -104,14 +120,13 @@ def _run(root: Path) -> tuple[Layout, ResolvedConfig]:
     return Layout(root.resolve()), ResolvedConfig.model_validate(there.options)
 
 
-def _load(file: Path, checksums: dict[str, str]) -> dict[str, Any]:
+def _load(file: Path, files: Mapping[str, Entry]) -> dict[str, Any]:
     holder = storage.holder(file)
     if not holder.is_file():
         raise _UnreadableError("the file is missing")
-    if (
-        holder.name in checksums
-        and _digest(holder, holder.stat().st_mtime_ns) != checksums[holder.name]
-    ):
+    if holder.name not in files:
+        raise _UnreadableError("it is not in the index of the dataset")
+    if _digest(holder, holder.stat().st_mtime_ns) != files[holder.name].sha256:
         raise _UnreadableError("its checksum is not the one recorded")
     try:
         return storage.decoded(storage.load(file))

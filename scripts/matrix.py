@@ -172,8 +172,9 @@ def without() -> set[str]:
 
 def answer(process: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     """What tests/live/cell.py found; empty when it did not get so far."""
-    lines = (line for line in process.stdout.splitlines() if line.startswith("CELL "))
-    found: dict[str, Any] = json.loads(next(lines, "CELL {}")[5:])
+    # A worker may have begun the line with something of its own.
+    line = re.search(r"CELL (\{.*\})$", process.stdout, re.MULTILINE)
+    found: dict[str, Any] = json.loads(line[1]) if line else {}
     return found
 
 

@@ -211,7 +211,7 @@ def last_line(process: subprocess.CompletedProcess[str]) -> str:
     if not starts:
         return f"exit status {process.returncode}"
     text = " ".join(line.strip() for line in lines[starts[-1] : starts[-1] + 3] if line.strip())
-    name, colon, rest = re.split(r" \[type=", text)[0].partition(":")
+    name, colon, rest = re.split(r" \[type=| For further information", text)[0].partition(":")
     return (name.rpartition(".")[2] + colon + rest)[:160]
 
 

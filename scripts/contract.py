@@ -104,12 +104,16 @@ class Anything:
     __index__ = __int__
 
 
+@cache
+def _signature(text: str) -> inspect.Signature:
+    namespace = dict[str, Any]()
+    exec(f"def function{text}: pass", namespace)  # noqa: S102
+    return inspect.signature(namespace["function"])
+
+
 def function(name: str, signature: str, module: str, ignores_unknown: bool = False) -> Any:
     """A function of this signature that does nothing; unknown keywords are refused, or ignored."""
-    namespace = dict[str, Any]()
-    last = name.rpartition(".")[2]
-    exec(f"def {last}{signature}: pass", namespace)  # noqa: S102
-    binds = inspect.signature(namespace[last])
+    binds, last = _signature(signature), name.rpartition(".")[2]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if ignores_unknown:

@@ -34,6 +34,13 @@ patch = Patch(
 )
 
 
+def batch_order(runner: Any) -> list[str]:
+    """Request ids in the order in which a step, before it is sampled, has their tokens."""
+    if hasattr(runner, "input_batch"):
+        return list(runner.input_batch.req_ids)
+    return list(runner.execute_model_state.input_batch.req_ids)  # the V2 model runner
+
+
 class LayerCapture:
     """Takes the streams of `layer_ids` in one worker, and cuts them into rows by request.
 
@@ -46,6 +53,7 @@ class LayerCapture:
         self.layer_ids = list(layer_ids) if keep else []
         num_layers = runner.model_config.get_num_layers(runner.parallel_config)
         self.streams = Streams(runner.model, self.layer_ids, num_layers)
+        self.prompts: dict[str, int] = {}
         self.partial: dict[str, list[Any]] = {}
         self.complete: dict[str, list[Any]] = {}
         self.last_states: dict[str, Any] = {}
@@ -58,12 +66,12 @@ class LayerCapture:
         output = self._execute(scheduler_output, *args, **kwargs)
         self.streams.active = False
         if scheduler_output.total_num_scheduled_tokens:
-            self._assign(scheduler_output.num_scheduled_tokens)
+            self._assign(scheduler_output)
         self.streams.taken = {}
         return output
 
-    def _assign(self, num_scheduled_tokens: dict[str, int]) -> None:
-        places = self._places(num_scheduled_tokens)
+    def _assign(self, step: Any) -> None:
+        places = self._places(step)
         if self.sink is not None and self.sink.order is not None:
             self.sink.take(places, self.sink.order)
             return
@@ -76,13 +84,16 @@ class LayerCapture:
                 self.last_states[place.request_id] = last[place.stop - 1]
             (self.complete if place.done else self.partial)[place.request_id] = row
 
-    def _places(self, num_scheduled_tokens: dict[str, int]) -> list[Place]:
+    def _places(self, step: Any) -> list[Place]:
+        new, cached = step.scheduled_new_reqs, step.scheduled_cached_reqs
+        self.prompts.update({request.req_id: len(request.prompt_token_ids) for request in new})
+        computed = {request.req_id: request.num_computed_tokens for request in new}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         places, start = [], 0
-        for request_id in self.runner.input_batch.req_ids:
-            stop = start + num_scheduled_tokens[request_id]
-            request = self.runner.requests[request_id]
-            first = request.num_computed_tokens
-            done = first + stop - start >= request.num_prompt_tokens
+        for request_id in batch_order(self.runner):
+            stop = start + step.num_scheduled_tokens[request_id]
+            first = computed[request_id]
+            done = first + stop - start >= self.prompts[request_id]
             places.append(Place(request_id, start, stop, first, done))
             start = stop
         return places
@@ -141,7 +152,8 @@ def setup(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
 def reset(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def _reset_capture(self: Any) -> None:
         capture = self._capture
-        capture.partial, capture.complete, capture.last_states = {}, {}, {}
+        capture.prompts, capture.partial = {}, {}
+        capture.complete, capture.last_states = {}, {}
 
     return _reset_capture
 

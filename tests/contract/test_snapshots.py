@@ -83,6 +83,9 @@ CLAIMS: dict[tuple[str, str], Holds] = {
 NAMED = {
     ("extract/capture", "0.11.0"),
     ("extract/hashing", "0.11.0"),
+    ("extract/preload", "0.18.0"),
+    ("extract/preload", "0.18.1"),
+    ("extract/preload", "0.19.0"),
     ("extract/single-reply", "0.11.0"),
     ("extract/warm-up", "0.26.0"),
 }

@@ -434,3 +434,55 @@ def test_what_is_assumed_of_a_release_is_said_once_and_the_probe_decides(
     assert world.run(code) == {"extract/run": "applied"}
     lines = [line for line in world.stderr.splitlines() if line.startswith("vllm ")]
     assert [said in line for line in lines] == [True] * bool(said)
+
+
+PROVIDES = """
+    from types import ModuleType
+
+    patch = Patch(module="speculators", when={"speculators": ">=0.3"})
+
+    @patch.provide("flag")
+    def flag(absent, module):
+        return (absent, module.__name__)
+
+    @patch.provide("vllm.hashing")
+    def hashing(absent, module):
+        made = ModuleType("vllm.hashing")
+        made.digest = "sha256"
+        return made
+"""
+
+
+def test_a_name_and_a_module_are_provided_before_what_follows_is_imported_and_taken_back(
+    world: World,
+) -> None:
+    """The package itself triggers the patch, though its import is what armed it."""
+    world.patch("extract/run", PROVIDES)
+    world.write("speculators/late.py", "from vllm.hashing import digest")
+    got = world.run(
+        """
+import spec_compat
+from speculators.late import digest
+import speculators
+before = [digest, speculators.flag, states()]
+spec_compat.undo()
+answer([*before, hasattr(speculators, "flag"), "vllm.hashing" in sys.modules, states()])
+"""
+    )
+    applied, undone = {"extract/run": "applied"}, {"extract/run": "undone"}
+    assert got == ["sha256", [None, "speculators"], applied, False, False, undone]
+
+
+def test_a_name_that_exists_is_not_provided(world: World) -> None:
+    world.patch("extract/run", PROVIDES)
+    world.write("speculators/__init__.py", "flag = 'its own'")
+    got = world.run("import spec_compat, speculators\nanswer([speculators.flag, states()])")
+    assert got == ["its own", {"extract/run": "moved"}]
+
+
+def test_a_provided_name_that_is_overwritten_is_lost(world: World) -> None:
+    world.patch("extract/run", PROVIDES)
+    got = world.run(
+        "import spec_compat, speculators\nspeculators.flag = 'another'\nanswer(states())"
+    )
+    assert got == {"extract/run": "lost"}

@@ -1,0 +1,41 @@
+"""An old and a new release of vLLM, each in an environment of its own; `make matrix` runs them all.
+
+The old one has the main environment's kind of torch, the new one that of .venv-serve.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+import matrix
+
+pytestmark = [pytest.mark.live, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return matrix.oracles(tmp_path_factory.mktemp("oracles"))
+
+
+@pytest.mark.parametrize(("vllm", "speculators"), [("0.12.0", "0.3.0"), ("0.32.0", "0.4.0.1")])
+def test_300_rows_equal_transformers(
+    vllm: str, speculators: str, models: list[Path], tmp_path: Path
+) -> None:
+    if vllm == "0.32.0" and sys.version_info < (3, 11):
+        pytest.skip("vLLM 0.32.0 needs Python 3.11")
+    for cell in matrix.cells(vllm, [speculators], tmp_path):
+        found, faults = matrix.patched(cell, models[:1])
+        assert faults == []
+        assert found["models"]["tiny-llama"]["rows"] == 300
+
+
+def test_a_run_that_is_wrong_does_not_pass() -> None:
+    right = {"rows": 300, "wrong": 0, "error": 0.01}
+    found = {"models": {"tiny-llama": right}, "workers": 1, "leftovers": []}
+    assert matrix.wrong(found) == []
+    for change in ({"workers": 0}, {"leftovers": ["Request"]}):
+        assert len(matrix.wrong({**found, **change})) == 1
+    for change in ({"wrong": 2}, {"error": 0.5}):
+        assert len(matrix.wrong({**found, "models": {"tiny-llama": {**right, **change}}})) == 1

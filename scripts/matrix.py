@@ -172,8 +172,9 @@ def without() -> set[str]:
 
 def answer(process: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     """What tests/live/cell.py found; empty when it did not get so far."""
-    lines = (line for line in process.stdout.splitlines() if line.startswith("CELL "))
-    found: dict[str, Any] = json.loads(next(lines, "CELL {}")[5:])
+    # A worker may have begun the line with something of its own.
+    line = re.search(r"CELL (\{.*\})$", process.stdout, re.MULTILINE)
+    found: dict[str, Any] = json.loads(line[1]) if line else {}
     return found
 
 
@@ -210,7 +211,7 @@ def last_line(process: subprocess.CompletedProcess[str]) -> str:
     if not starts:
         return f"exit status {process.returncode}"
     text = " ".join(line.strip() for line in lines[starts[-1] : starts[-1] + 3] if line.strip())
-    name, colon, rest = re.split(r" \[type=", text)[0].partition(":")
+    name, colon, rest = re.split(r" \[type=| For further information", text)[0].partition(":")
     return (name.rpartition(".")[2] + colon + rest)[:160]
 
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, LlamaConfig
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, check_head, checkpoints, targets
+from spec_compat.pipeline import atomic, check_head, checkpoints, storage, targets
 from spec_compat.pipeline.config import MASK_BLOCK, ResolvedConfig
 from spec_compat.pipeline.events import Events
 from spec_compat.pipeline.layout import Layout
@@ -85,6 +85,8 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
         validation_loader,
     )
     if rank == 0:
+        pause = config.on_full_disk == "pause"
+        checkpoints.wait_for_space(trainer, layout.root, pause, job.events)
         logging.getLogger("speculators.metrics").addHandler(metrics)
     begun = time.monotonic()
     trainer.run_training()
@@ -124,7 +126,7 @@ def batch_tokens(lengths: list[int]) -> int:
 
 
 def _last_states(files: list[Path]) -> torch.Tensor:
-    rows = (torch.load(file, mmap=True, weights_only=True) for file in files)
+    rows = (storage.decoded(storage.load(file)) for file in files)
     return torch.cat([row["hidden_states"][-1] for row in rows])
 
 

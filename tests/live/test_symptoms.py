@@ -23,8 +23,8 @@ SYMPTOMS = {
     "extract/reply-shape": "KeyError: 0",
     "extract/executor": "State error: sample_tokens() must be called",
 }
-# Shown by verifiers that need them: test_zoo.py.
-ELSEWHERE = {"extract/layer-count"}
+# Shown by verifiers that need them: in test_zoo.py, and in test_kimi_walls.py.
+ELSEWHERE = {"extract/layer-count", "extract/trust-remote-code"}
 
 
 @pytest.mark.parametrize(("disabled", "symptom"), SYMPTOMS.items())

@@ -137,7 +137,7 @@ def _decorated(made: Any, shape: Mapping[str, Any]) -> Any:
     """As the decorators leave it: staticmethod, classmethod, or wrapped by something else."""
     if names := shape.get("uses"):
         # A probe looks at the names in the code of the function that the decorators wrap.
-        made.__code__ = made.__code__.replace(co_names=(*made.__code__.co_names, *names))
+        made.__code__ = made.__code__.replace(co_names=(*made.__code__.co_names, *names.split()))
     for decorator in reversed(shape.get("decorators", [])):
         if decorator in ("staticmethod", "classmethod"):
             made = {"staticmethod": staticmethod, "classmethod": classmethod}[decorator](made)

@@ -72,7 +72,6 @@ LITTLE = {
     "get_input_embeddings", "embed_input_ids", "layers", "norm", "init_device", "load_model",
     "determine_available_memory", "__init__",
 }  # fmt: skip
-LOOKED_INTO = {"speculators.models.eagle3.core": ("Eagle3DraftModel.forward",)}  # by a probe
 Tree = Any  # griffe's objects and aliases, whose attributes differ by kind
 # What no signature tells: whether a function of vLLM (or a class) holds a text.
 FACTS = {
@@ -316,7 +315,7 @@ def holds(sources: Path, name: str, function: str, text: str) -> bool:
 
 def modules_of(tree: Tree) -> dict[str, Any]:
     """Every module in which a patch may replace a name."""
-    found, waiting = dict[str, Any](), [tree]
+    found, waiting = {tree.path: module(tree, tree.path)}, [tree]
     while waiting:
         inner = [each for each in waiting.pop().modules.values() if each.name != "convert"]
         found |= {each.path: module(tree, each.path) for each in inner}
@@ -326,7 +325,8 @@ def modules_of(tree: Tree) -> dict[str, Any]:
 
 def module(tree: Tree, path: str) -> dict[str, Any]:
     """A module of speculators: what it imports, and what it defines."""
-    home = tree[path.partition(".")[2]]
+    inner = path.partition(".")[2]
+    home = tree[inner] if inner else tree
     imports, names = dict[str, str](), dict[str, Any]()
     for name, member in home.members.items():
         if member.is_alias:
@@ -334,21 +334,24 @@ def module(tree: Tree, path: str) -> dict[str, Any]:
             continue
         names[name] = describe(member)
         if member.is_class:
-            inner = {**member.inherited_members, **member.members}
-            names[name]["members"] = {name: describe(thing) for name, thing in inner.items()}
-    for qualname in LOOKED_INTO.get(path, ()):
-        owner, _, name = qualname.partition(".")
-        if owner in names and name in names[owner]["members"]:
-            function = home[qualname].final_target if home[qualname].is_alias else home[qualname]
-            names[owner]["members"][name]["uses"] = _uses(function)
+            below = {**member.inherited_members, **member.members}
+            names[name]["members"] = {inner: _method(thing) for inner, thing in below.items()}
     return {"imports": imports, "names": names}
 
 
-def _uses(function: griffe.Object) -> list[str]:
+def _method(thing: Tree) -> dict[str, Any]:
+    """A member of a class of speculators; of a function also the names that its code uses."""
+    entry = describe(thing)
+    if entry["kind"] == "function":
+        entry["uses"] = _uses(thing.final_target if thing.is_alias else thing)
+    return entry
+
+
+def _uses(function: Tree) -> str:
     """The global names and attributes in a function's body, as its code object has them."""
     nodes = list(ast.walk(ast.parse(dedent(function.source))))
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    return sorted(names | {node.id for node in nodes if isinstance(node, ast.Name)})
+    return " ".join(sorted(names | {node.id for node in nodes if isinstance(node, ast.Name)}))
 
 
 def calls(package: Path) -> Iterator[dict[str, Any]]:

@@ -32,6 +32,9 @@ class Pair:
     why: str
     run: Mapping[str, Any] | None = None
 
+    def __str__(self) -> str:
+        return f"speculators {self.speculators} with vllm {self.vllm}: {self.status}: {self.why}"
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -87,57 +90,60 @@ class Support:
             return pair(status="fails", why=last["note"], run=last)
         return pair(status="supported", why=f"run on {last['date']}", run=last)
 
+    def counts_as(self, package: str, environment: Environment) -> str | None:
+        """The known release that the installed one counts as; None where there is none."""
+        release = environment.releases.get(package)
+        if release is None or release.version is None:
+            return None
+        gone = _has_no_generator(package, release.version)
+        return None if gone else self.known(package, release.version)
+
+    def installed(self, environment: Environment) -> Pair | None:
+        """What is known of the two releases that are installed; None unless both are known."""
+        speculators, vllm = (self.counts_as(package, environment) for package in LINES)
+        return self.pair(speculators, vllm) if speculators and vllm else None
+
     def check(self, environment: Environment) -> Findings:
         """What keeps the installed pair from running, and what is assumed of it; a line each."""
-        found = Findings([], self.assumptions(environment))
-        names = [self._counts_as(package, environment, found) for package in LINES]
-        if None not in names:
-            pair = self.pair(*map(str, names))
+        wrong = [self._unusable(package, environment) for package in LINES]
+        found = Findings([line for line in wrong if line], self.assumptions(environment))
+        pair = self.installed(environment)
+        if pair and pair.status != "supported":
             bad = pair.status in ("fails", "impossible")
-            text = (
-                f"speculators {pair.speculators} with vllm {pair.vllm}: {pair.status}: {pair.why}"
-            )
-            if pair.status != "supported":
-                (found.problems if bad else found.warnings).append(text)
+            (found.problems if bad else found.warnings).append(str(pair))
         return found
 
-    def _counts_as(self, package: str, environment: Environment, found: Findings) -> str | None:
-        """The known release that the installed one counts as; None after a problem."""
+    def _unusable(self, package: str, environment: Environment) -> str:
+        """Why the installed release counts as none that is known; empty where it does."""
         release = environment.releases.get(package)
         oldest, newest = self.releases(package)[0], self.releases(package)[-1]
         if release is None:
-            found.problems.append(f"{package} is not installed; known: {oldest} to {newest}")
-            return None
+            return f"{package} is not installed; known: {oldest} to {newest}"
         if release.version is None:
-            found.problems.append(
+            return (
                 f"{package} does not know its release ({release.raw}); "
                 f"set SPEC_COMPAT_ASSUME_{package.upper()} to the one it was built from or after, "
                 f"{oldest} to {newest}"
             )
-            return None
         if _has_no_generator(package, release.version):
-            found.problems.append(
+            return (
                 f"speculators {release} has no in-process generator; {newest} was the last that "
                 f"has one: pip install --no-deps speculators=={newest}"
             )
-            return None
-        known = self.known(package, release.version)
-        if known is None:
-            found.problems.append(f"{package} {release} is older than {oldest}, the oldest known")
-        return known
+        if self.known(package, release.version) is None:
+            return f"{package} {release} is older than {oldest}, the oldest known"
+        return ""
 
     def assumptions(self, environment: Environment) -> list[str]:
         """A line for each package whose build is no known release: which one it is taken for."""
         lines = []
         for package in LINES:
-            release = environment.releases.get(package)
-            version = release.version if release else None
-            if release is None or version is None or _has_no_generator(package, version):
-                continue
-            known = self.known(package, version)
+            known = self.counts_as(package, environment)
             newest = self.releases(package)[-1]
-            if known and (text := _assumed(release, self.row(package, known), newest)):
-                lines.append(f"{package} {text}")
+            if known:
+                release, row = environment.releases[package], self.row(package, known)
+                text = _assumed(release, row, newest)
+                lines += [f"{package} {text}"] if text else []
         return lines
 
     def install_lines(self, speculators: str, vllm: str, wheel: str = "vllm") -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from ._streams import Streams
 
 patch = Patch(
     module="speculators.data_generation.custom_worker",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.1"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11"},
     scope="worker",
     upstream="vllm-project/speculators#279",
 )

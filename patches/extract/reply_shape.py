@@ -18,7 +18,7 @@ from spec_compat.patching import Patch
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.4", "vllm": ">=0.11.1"},
+    when={"speculators": ">=0.3,<0.4", "vllm": ">=0.11"},
     upstream="vllm-project/speculators#279",
     after=("extract/executor",),
 )

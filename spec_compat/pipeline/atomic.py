@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 CHUNK = 1 << 20
-# Lines of digest and name, as `sha256sum -c` reads them.
-CHECKSUMS = "SHA256SUMS"
-LINE = re.compile(r"^([0-9a-f]{64})  (.+)\n", re.MULTILINE)
+
+
+class Stamp(NamedTuple):
+    """Size and time of a file: while they stay, its content has stayed."""
+
+    bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, file: Path) -> Stamp | None:
+        """None where there is no file."""
+        try:
+            there = file.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return cls(there.st_size, there.st_mtime_ns)
 
 
 @contextmanager
@@ -27,6 +39,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
+        sync(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -40,15 +53,15 @@ def replacing_directory(path: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        for file in temporary.iterdir():
-            if file.is_file():
-                _sync(file)
+        for file in (*temporary.rglob("*"), temporary):
+            sync(file)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     if path.exists():
         shutil.rmtree(path)
     temporary.rename(path)
+    sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -65,23 +78,14 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def checksums(file: Path) -> dict[str, str]:
-    """The digest of each name in a list of checksums; what is left of a cut line is skipped."""
-    if not file.is_file():
-        return {}
-    return {name: digest for digest, name in LINE.findall(file.read_text(encoding="utf-8"))}
-
-
-def is_there(file: Path) -> bool:
-    """Whether a file exists, and with a list of checksums every file that it lists."""
-    listed = checksums(file) if file.name == CHECKSUMS else {}
-    return file.is_file() and all((file.parent / name).is_file() for name in listed)
-
-
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
-def _sync(file: Path) -> None:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+def sync(path: Path) -> None:
+    """Have the disk hold what was written to a file, or the names in a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

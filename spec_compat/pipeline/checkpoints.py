@@ -9,7 +9,8 @@ from typing import Any
 
 from speculators.train.checkpointer import BaseCheckpointer
 
-from spec_compat.pipeline import atomic
+from spec_compat.pipeline import atomic, disk
+from spec_compat.pipeline.events import Events
 
 
 def drop_unfinished(checkpoints: Path) -> int:
@@ -23,6 +24,21 @@ def drop_unfinished(checkpoints: Path) -> int:
         if (name.isdigit() and int(name) > last) or name.endswith(".part"):
             shutil.rmtree(directory)
     return last + 1
+
+
+def wait_for_space(trainer: Any, directory: Path, pause: bool, events: Events) -> None:
+    """Have the trainer wait before each checkpoint until there is space for it."""
+    save = trainer.save_checkpoint
+    weights = [w for w in trainer.model.parameters() if w.requires_grad]
+    # In bfloat16; what is trained also in its own dtype, with both moments.
+    needed = 2 * sum(w.numel() for w in trainer.model.parameters())
+    needed += 3 * sum(w.numel() * w.element_size() for w in weights)
+
+    def save_checkpoint(epoch: int) -> None:
+        disk.wait_for(directory, needed, pause, events)
+        save(epoch)
+
+    trainer.save_checkpoint = save_checkpoint
 
 
 def kept_metrics(file: Path, first_epoch: int) -> list[dict[str, Any]]:

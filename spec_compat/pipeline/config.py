@@ -107,6 +107,24 @@ class RunConfig(BaseModel):
         0.8, None, "Share of each GPU that vLLM may take.", gt=0, le=1
     )
 
+    server_url: str = _option(
+        "http://localhost:8000", None, "Where a vLLM server may be holding the GPUs."
+    )
+    stop_server_cmd: str | None = _option(
+        None, None, "Shell command that stops that server before the GPUs are needed."
+    )
+    restart_server_cmd: str | None = _option(
+        None, None, "Shell command that starts it again at the end, also after a failure."
+    )
+    max_disk: str | None = _option(
+        None,
+        None,
+        "Refuse more hidden states than this, as 500GB (default: no limit).",
+    )
+    on_full_disk: Literal["pause", "stop"] = _option(
+        "pause", None, "Where space runs out: pause until there is some, or stop."
+    )
+
     draft_vocab_size: int | None = _option(
         None,
         "map",
@@ -160,6 +178,13 @@ class RunConfig(BaseModel):
     verifier_name: str | None = _option(
         None, "export", "Name of the verifier in the head's config.json (default: --model)."
     )
+
+    @field_validator("max_disk")
+    @classmethod
+    def _check_max_disk(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"\d+(\.\d+)? ?[kKMGT]?B?", value):
+            raise ValueError("a size, as 500GB")
+        return value
 
     @field_validator("layer_ids", mode="before")
     @classmethod

@@ -72,6 +72,9 @@ class Display:
     def skipped(self, stage: Stage) -> None:
         self._line(stage, "already done")
 
+    def again(self, stage: Stage, reason: str) -> None:
+        self._line(stage, f"done again: {reason}")
+
     def done(self, stage: Stage, record: StageRecord) -> None:
         self._hide()
         self._line(stage, f"done in {_duration(record.seconds)}")

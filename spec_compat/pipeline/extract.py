@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -18,8 +17,10 @@ from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenS
 import spec_compat
 from spec_compat import registry, versions
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic
+from spec_compat.pipeline import atomic, disk
+from spec_compat.pipeline import index as rows_index
 from spec_compat.pipeline.display import size
+from spec_compat.pipeline.index import Index
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.plan import Dataset
 from spec_compat.pipeline.prefill import Prefill, Step, pack
@@ -28,10 +29,12 @@ from spec_compat.pipeline.stage import Job, Result
 from spec_compat.pipeline.storage import INDEX, RowFiles, storage
 from spec_compat.report import IN_PLACE, Report
 
-# Checksums as the rows are written: a run that is continued need not read all of them again.
-JOURNAL = "rows.sha256"
 # Beside the states, a row has 16 bytes a token of ids and mask, and a file has its frame.
 OVERHEAD = 1.05
+# Steps of which nothing is on the disk when the next one is sent.
+IN_FLIGHT = 4
+# Altered files that are named.
+SHOWN = 5
 
 
 def run(job: Job) -> Result:
@@ -47,6 +50,9 @@ def run(job: Job) -> Result:
     stores = {name: Store(job.layout.rows(name), there, kind) for name, there in rows.items()}
     lengths = {name: prepared.lengths for name, prepared in rows.items()}
     missing = sum(len(store.missing()) for store in stores.values())
+    for name, store in stores.items():
+        for file, reason in list(store.altered.items())[:SHOWN]:
+            job.events.note(f"{name}/{file}: {reason}; its rows are extracted again")
     speed = 0.0
     if missing or not all(file.is_file() for s in stores.values() for file in s.lists):
         job.events.doing("loading the verifier")
@@ -62,6 +68,7 @@ def run(job: Job) -> Result:
         job.layout.relative(file): atomic.sha256(file)
         for store in stores.values()
         for file in store.lists
+        if file.name != rows_index.NAME  # its lines have checksums of their own
     }
     bad = sum(len(store.bad) for store in stores.values())
     if bad:
@@ -74,30 +81,32 @@ def run(job: Job) -> Result:
         "tokens_per_second": round(speed, 1),
         "layer_ids": list(config.layer_ids),
     }
-    digest = digest_of({name: store.digest() for name, store in stores.items()})
-    return Result(digest, counts, outputs, sum(store.bytes() for store in stores.values()))
+    digest = digest_of({name: store.index.digest() for name, store in stores.items()})
+    return Result(digest, counts, outputs, sum(store.index.bytes for store in stores.values()))
 
 
 class Store:
-    """The files of one dataset's rows, and their checksums as `sha256sum -c` reads them."""
+    """The files of one dataset's rows; what is not as the index has it is missing."""
 
     def __init__(self, directory: Path, prepared: Prepared, storage: RowFiles) -> None:
         self.directory = directory
         self.prepared = prepared
         self.storage = storage
         directory.mkdir(parents=True, exist_ok=True)
+        for part in directory.glob(".*.part"):
+            part.unlink()
         self.bad = bad_rows(directory)
-        self._checksums: dict[str, str] = {}
-        self._files = self._kept()
+        self.index = Index(directory)
+        self.altered = self.index.check()
 
     def missing(self, indices: Iterable[int] | None = None) -> list[int]:
         indices = range(len(self.prepared)) if indices is None else indices
-        return [i for i in indices if i not in self._files and i not in self.bad]
+        return [i for i in indices if i not in self.index and i not in self.bad]
 
     @property
     def lists(self) -> list[Path]:
         """What is written once all rows are."""
-        names = (atomic.CHECKSUMS, LENGTHS, "data_config.json", *self.storage.lists)
+        names = (rows_index.NAME, LENGTHS, "data_config.json", *self.storage.lists)
         return [self.directory / name for name in names]
 
     def steps(self, packed: list[list[int]]) -> Iterator[Step]:
@@ -108,10 +117,7 @@ class Store:
                 yield Step(str(self.directory), {r: self.prepared[r] for r in rows}, keep)
 
     def written(self, name: str, rows: list[int], digest: str) -> None:
-        self._files.update(dict.fromkeys(rows, name))
-        self._checksums[name] = digest
-        with (self.directory / JOURNAL).open("a") as journal:
-            journal.write(self._line(name))
+        self.index.add(name, digest, {row: len(self.prepared[row][0]) for row in rows})
 
     def refuse(self, reasons: dict[int, str], allowed: int) -> None:
         """Leave rows out for good. Raises RuntimeError when they are more than is allowed."""
@@ -129,46 +135,16 @@ class Store:
 
     def finish(self, data_config: dict[str, Any], lengths: list[int]) -> None:
         kept = {str(row): length for row, length in enumerate(lengths) if row not in self.bad}
-        rows = {str(row): self._files[row] for row in sorted(self._files) if row not in self.bad}
+        rows = {str(row): self.index.holder(row) for row in self.index if row not in self.bad}
         contents = {
             LENGTHS: json.dumps(kept) + "\n",
             "data_config.json": json.dumps(data_config, indent=2) + "\n",
-            atomic.CHECKSUMS: "".join(map(self._line, sorted(self._checksums, key=_by_number))),
             INDEX: json.dumps({"rows": rows}) + "\n",
         }
         for file in self.lists:
-            atomic.write_text(file, contents[file.name])
-        (self.directory / JOURNAL).unlink(missing_ok=True)
-
-    def digest(self) -> str:
-        return digest_of(self._checksums)
-
-    def bytes(self) -> int:
-        return sum((self.directory / name).stat().st_size for name in self._checksums)
-
-    def _line(self, name: str) -> str:
-        return f"{self._checksums[name]}  {name}\n"
-
-    def _kept(self) -> dict[int, str]:
-        """The file of each row of an earlier attempt that belongs to the prepared rows of now."""
-        for part in self.directory.glob(".*.part"):
-            part.unlink()
-        known = {}
-        for name in (atomic.CHECKSUMS, JOURNAL):
-            known.update(atomic.checksums(self.directory / name))
-        kept = {}
-        for file, rows in self.storage.there(self.directory):
-            if all(self._is_prepared(row, *stored) for row, stored in rows.items()):
-                self._checksums[file.name] = known.get(file.name) or atomic.sha256(file)
-                kept.update(dict.fromkeys(rows, file.name))
-        return kept
-
-    def _is_prepared(self, row: int, ids: list[int], mask: list[int]) -> bool:
-        return row < len(self.prepared) and self.prepared[row] == (ids, mask)
-
-
-def _by_number(name: str) -> int:
-    return int(Path(name).stem.rpartition("_")[2])
+            if file.name in contents:
+                atomic.write_text(file, contents[file.name])
+        self.index.close()
 
 
 @contextmanager
@@ -218,6 +194,8 @@ def _check_space(job: Job, generator: Any, kind: RowFiles, stores: dict[str, Sto
     width = kind.token_bytes(len(generator.layer_ids), model.get_hidden_size(), model.dtype)
     tokens = sum(len(s.prepared[index][0]) for s in stores.values() for index in s.missing())
     needed = tokens * (width + 16) * OVERHEAD
+    there = sum(store.index.bytes for store in stores.values())
+    disk.refuse_beyond(job.config.max_disk, job.layout.gen, there + needed)
     free = shutil.disk_usage(job.layout.gen).free
     if needed > free:
         raise UserError(
@@ -238,6 +216,11 @@ def _extract(
         0,
         time.monotonic(),
     )
+    model = prefill.generator.vllm_config.model_config
+    pause = job.config.on_full_disk == "pause"
+    width = prefill.storage.token_bytes(
+        len(prefill.generator.layer_ids), model.get_hidden_size(), model.dtype
+    )
     job.events.doing("extracting", total)
 
     def steps() -> Iterator[Step]:
@@ -245,6 +228,10 @@ def _extract(
         for name, store in stores.items():
             packed = pack(lengths[name], prefill.tokens, job.config.batch_size)
             for step in store.steps(packed):
+                tokens = sum(lengths[name][row] for row in step.rows)
+                needed = IN_FLIGHT * OVERHEAD * (width + 16) * tokens
+                if disk.wait_for(store.directory, needed, pause, job.events):
+                    job.events.doing("extracting", total)
                 yield step
                 computed += sum(lengths[name][row] for row in step.rows)
 
@@ -264,8 +251,8 @@ def _extract(
 
 def _failure(job: Job, number: int, text: str) -> Exception:
     """What a writer in the worker stopped at."""
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"--output {job.layout.root}: {os.strerror(number).lower()}")
+    if line := disk.fault(OSError(number, text), job.layout.root):
+        return UserError(line)
     return RuntimeError(f"a row could not be written: {text}")
 
 

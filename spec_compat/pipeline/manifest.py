@@ -12,29 +12,41 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic
+from spec_compat.pipeline import atomic, fingerprints
 from spec_compat.pipeline.config import flag, options_of, stage_of
+from spec_compat.pipeline.index import Index
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.plan import Plan
 
 SCHEMA = 1
 # Compared by content, not by where they lie.
 BY_CONTENT = ("model", "data")
+# The stages whose results a stage reads.
+AFTER: Mapping[Stage, tuple[Stage, ...]] = {
+    "prepare": (),
+    "extract": ("prepare",),
+    "map": ("prepare",),
+    "train": ("extract", "map"),
+    "export": ("train",),
+}
+# Values of an input that are too long to be shown.
+LONG = 40
 
 
 class StageRecord(BaseModel):
     """One stage of a run.
 
-    `inputs` is a digest of all that the stage depends on, `digest` one of what it made. `outputs`
-    maps files, relative to the run directory, to their SHA-256. `patches` has the outcome of every
-    patch in every process of the stage. `seconds` is wall time; `finished` is None until it is.
+    `inputs` is all that the stage depends on, `digest` that of what it made. `outputs` maps files,
+    relative to the run directory, to their SHA-256, `stamps` to their size and time. `patches` has
+    the outcome of every patch in every process of the stage. `seconds` is wall time; `finished` is
+    None until it is.
     """
 
-    inputs: str
+    inputs: dict[str, str]
     started: str
     finished: str | None = None
     seconds: float = 0.0
@@ -42,6 +54,7 @@ class StageRecord(BaseModel):
     digest: str = ""
     counts: dict[str, Any] = {}
     outputs: dict[str, str] = {}
+    stamps: dict[str, atomic.Stamp] = {}
     environment: dict[str, str] = {}
     patches: list[dict[str, Any]] = []
 
@@ -57,7 +70,9 @@ class Manifest(BaseModel):
     stages: dict[Stage, StageRecord] = {}
 
     def save(self, layout: Layout) -> None:
-        atomic.write_text(layout.manifest, self.model_dump_json(indent=1) + "\n")
+        content = self.model_dump(mode="json")
+        content["checksum"] = digest_of(content)
+        atomic.write_text(layout.manifest, json.dumps(content, indent=1) + "\n")
 
 
 class Difference(NamedTuple):
@@ -86,9 +101,17 @@ def find(output: Path) -> Manifest | None:
     file = Layout(output).manifest
     if file.is_file():
         try:
-            manifest = Manifest.model_validate_json(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ValidationError):
+            content = json.loads(file.read_text(encoding="utf-8"))
+            checksum = content.pop("checksum", None)
+            manifest = Manifest.model_validate(content)
+        except OSError as error:
+            raise UserError(f"{file}: {(error.strerror or str(error)).lower()}") from None
+        except (ValueError, AttributeError, TypeError):  # also what json and pydantic raise
             raise UserError(f"{file}: not the manifest of a run") from None
+        if checksum is not None and checksum != digest_of(content):
+            raise UserError(
+                f"{file}: altered since it was written; restore it, or choose another directory"
+            )
         if manifest.schema_version != SCHEMA:
             raise UserError(f"{file}: written by spec-compat {manifest.spec_compat}, not readable")
         return manifest
@@ -131,16 +154,53 @@ def refuse_another_run(manifest: Manifest, plan: Plan, first: Stage | None) -> N
         )
 
 
-def inputs(manifest: Manifest, plan: Plan, stage: Stage) -> str:
-    """Digest of all that the stage's result depends on; the stages before it have finished."""
-    earlier = STAGES[: STAGES.index(stage)]
+def inputs(manifest: Manifest, plan: Plan, stage: Stage) -> dict[str, str]:
+    """All that the stage's result depends on, by name; what comes before it has finished."""
     options = options_of(plan.config, stage)
-    content = {
-        "sources": plan.sources,
-        "options": {name: value for name, value in options.items() if name not in BY_CONTENT},
-        "earlier": {name: manifest.stages[name].digest for name in earlier},
+    return {
+        **{name: plan.sources[name] for name in plan.sources if _reads(stage, name)},
+        **{flag(name): json.dumps(options[name]) for name in options if name not in BY_CONTENT},
+        **fingerprints.of(stage, plan.config.model),
+        **{f"the result of {name}": manifest.stages[name].digest for name in AFTER[stage]},
     }
-    return digest_of(content)
+
+
+def _reads(stage: Stage, source: str) -> bool:
+    return stage in ("extract", "train") if source == "model" else stage == "prepare"
+
+
+def fault(manifest: Manifest, plan: Plan, layout: Layout, stage: Stage) -> str | None:
+    """Why the stage must be done: empty when it never was, None when it need not be."""
+    record = manifest.stages.get(stage)
+    if record is None:
+        return ""
+    now = inputs(manifest, plan, stage)
+    for name in now.keys() | record.inputs.keys():
+        old, new = record.inputs.get(name), now.get(name)
+        if old != new:
+            short = old and new and max(len(old), len(new)) < LONG
+            return f"{name} was {old}, is {new}" if short else f"{name} has changed"
+    if record.finished is None:
+        return ""
+    for name, digest in record.outputs.items():
+        stamp = atomic.Stamp.of(layout.root / name)
+        if stamp is None:
+            return f"{name} is missing"
+        if stamp != record.stamps.get(name) and atomic.sha256(layout.root / name) != digest:
+            return f"{name} has been altered"
+    if stage == "extract":
+        return _altered_rows(plan, layout, record.counts["rows"])
+    return None
+
+
+def _altered_rows(plan: Plan, layout: Layout, rows: int) -> str | None:
+    there = 0
+    for dataset in plan.datasets:
+        index = Index(layout.rows(dataset.name))
+        for name, reason in index.check().items():
+            return f"{layout.relative(index.directory / name)}: {reason}"
+        there += len(index)
+    return None if there >= rows else f"{there} of {rows} rows are in the index"
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
@@ -152,15 +212,18 @@ def now() -> str:
 
 
 @contextmanager
-def locked(layout: Layout) -> Iterator[None]:
-    """Hold the run directory, created if need be. Raises UserError when another process does."""
+def locked(layout: Layout) -> Iterator[int]:
+    """Hold the run directory, created if need be; a process that inherits the descriptor holds it.
+
+    Raises UserError when another process does. No crash leaves the lock behind.
+    """
     layout.root.mkdir(parents=True, exist_ok=True)
     with layout.lock.open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"--output {layout.root}: another process works on this run") from None
-        yield
+        yield stream.fileno()
 
 
 def _describe(difference: Difference) -> str:

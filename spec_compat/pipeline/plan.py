@@ -95,7 +95,7 @@ def name_datasets(sources: tuple[str, ...]) -> tuple[Dataset, ...]:
     """A directory name for each source: the file's stem, with a number where two are alike."""
     datasets: list[Dataset] = []
     for source in sources:
-        stem = source if source in PRESETS else re.sub(r"[^\w.-]+", "_", Path(source).stem)
+        stem = source if source in PRESETS else _directory_name(source)
         taken = {dataset.name for dataset in datasets}
         name, number = stem, 1
         while name in taken:
@@ -103,6 +103,11 @@ def name_datasets(sources: tuple[str, ...]) -> tuple[Dataset, ...]:
             name = f"{stem}-{number}"
         datasets.append(Dataset(name, source))
     return tuple(datasets)
+
+
+def _directory_name(source: str) -> str:
+    """No name leads out of the run, and none is hidden."""
+    return re.sub(r"[^\w.-]+", "_", Path(source).stem).lstrip(".") or "data"
 
 
 def _source(data: str) -> str:

@@ -15,10 +15,11 @@ from types import FrameType
 from typing import Any
 
 from spec_compat.errors import SpecCompatError, UserError
-from spec_compat.pipeline import atomic
+from spec_compat.pipeline import atomic, disk
 from spec_compat.pipeline import manifest as manifests
 from spec_compat.pipeline.display import Display
 from spec_compat.pipeline.events import Event, channel
+from spec_compat.pipeline.gpus import Room
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest, StageRecord
 from spec_compat.pipeline.plan import Plan
@@ -27,14 +28,15 @@ from spec_compat.report import Report
 # Set for every stage unless the user has set them.
 ENVIRONMENT = {
     # vLLM's workers must not inherit the driver's CUDA context and threads.
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
     # A file in the current directory must not stand in for a module of the same name.
     "PYTHONSAFEPATH": "1",
 }
-GRACE_SECONDS = 15.0
+# For a stage to end by itself, and for what its processes share to be given back.
+GRACE_SECONDS, TRACKER_SECONDS = 10.0, 3.0
 
 
 class StageFailed(SpecCompatError):  # noqa: N818
@@ -58,66 +60,92 @@ def run(
     Raises UserError for what the user can mend, StageFailed for a crash, KeyboardInterrupt when
     stopped; in each case no process of the run is left and the run can be continued.
     """
+    try:
+        return _run(plan, display, first, last)
+    except OSError as error:
+        if line := disk.fault(error, plan.config.output):
+            raise UserError(f"--output {line}") from error
+        raise
+
+
+def _run(plan: Plan, display: Display, first: Stage | None, last: Stage | None) -> Manifest:
     layout = Layout(plan.config.output)
-    earlier = manifests.find(layout.root)
     stages = selected(first, last)
-    if earlier is not None:
-        manifests.refuse_another_run(earlier, plan, first)
-    for stage in STAGES[: STAGES.index(stages[0])]:
-        if earlier is None or not _finished(stage, plan, earlier, layout):
-            raise UserError(f"--output {layout.root}: {stage} has not been done yet")
-    with manifests.locked(layout), _interruptible():
+    room = Room(plan.config, lambda text: display.event({"event": "note", "text": text}))
+    _earlier(plan, layout, stages, first)  # once before the lock, which makes the directory
+    with manifests.locked(layout) as lock, _interruptible(), room:
+        earlier = _earlier(plan, layout, stages, first)
         manifest = earlier or manifests.begin(plan)
         manifest.options = plan.config.model_dump(mode="json")
         manifest.sources = plan.sources
         manifest.save(layout)
         for stage in stages:
-            _run_stage(stage, plan, manifest, layout, display)
+            _run_stage(stage, plan, manifest, layout, display, lock, room)
     return manifest
 
 
-def _finished(stage: Stage, plan: Plan, manifest: Manifest, layout: Layout) -> bool:
-    """Whether the stage is done with these inputs, and what it made is still there."""
-    record = manifest.stages.get(stage)
-    return (
-        record is not None
-        and record.finished is not None
-        and record.inputs == manifests.inputs(manifest, plan, stage)
-        and all(atomic.is_there(layout.root / name) for name in record.outputs)
-    )
+def _earlier(
+    plan: Plan, layout: Layout, stages: tuple[Stage, ...], first: Stage | None
+) -> Manifest | None:
+    """The run that the directory holds. Raises UserError unless this plan can go on with it."""
+    earlier = manifests.find(layout.root)
+    if earlier is not None:
+        manifests.refuse_another_run(earlier, plan, first)
+    for stage in STAGES[: STAGES.index(stages[0])]:
+        reason = "" if earlier is None else manifests.fault(earlier, plan, layout, stage)
+        if reason is not None:
+            because = f", or not so: {reason}" if reason else ""
+            raise UserError(f"--output {layout.root}: {stage} has not been done yet{because}")
+    return earlier
 
 
 def _run_stage(
-    stage: Stage, plan: Plan, manifest: Manifest, layout: Layout, display: Display
+    stage: Stage,
+    plan: Plan,
+    manifest: Manifest,
+    layout: Layout,
+    display: Display,
+    lock: int,
+    room: Room,
 ) -> None:
-    if _finished(stage, plan, manifest, layout):
+    reason = manifests.fault(manifest, plan, layout, stage)
+    if reason is None:
         display.skipped(stage)
         return
+    if reason:
+        display.again(stage, reason)
     inputs = manifests.inputs(manifest, plan, stage)
     before = manifest.stages.get(stage)
     if before is None or before.inputs != inputs:
         layout.clear(stage)
-    record = StageRecord(inputs=inputs, started=manifests.now())
+    # Until there is a new digest the old one stands: the stages after this one may be kept.
+    digest = before.digest if before is not None else ""
+    record = StageRecord(inputs=inputs, started=manifests.now(), digest=digest)
     manifest.stages[stage] = record
     manifest.save(layout)
     display.start(stage)
+    room.make(stage)
     begun = time.monotonic()
-    for name, value in _process(stage, plan, layout, display).items():
+    for name, value in _process(stage, plan, layout, display, lock).items():
         setattr(record, name, value)
+    stamps = {name: atomic.Stamp.of(layout.root / name) for name in record.outputs}
+    record.stamps = {name: stamp for name, stamp in stamps.items() if stamp is not None}
     report = Report.merge(layout.patch_reports(stage))
     record.environment = report.environment
     record.patches = [asdict(outcome) for outcome in report.outcomes]
     record.seconds = round(time.monotonic() - begun, 3)
     record.finished = manifests.now()
-    if before is None or before.digest != record.digest:
-        for later in STAGES[STAGES.index(stage) + 1 :]:
-            if later in manifest.stages:
-                manifest.stages[later].finished = None
+    for later in STAGES[STAGES.index(stage) + 1 :]:
+        there = manifest.stages.get(later)
+        if there is not None and there.inputs != manifests.inputs(manifest, plan, later):
+            there.finished = None
     manifest.save(layout)
     display.done(stage, record)
 
 
-def _process(stage: Stage, plan: Plan, layout: Layout, display: Display) -> dict[str, Any]:
+def _process(
+    stage: Stage, plan: Plan, layout: Layout, display: Display, lock: int
+) -> dict[str, Any]:
     """Run one stage's process to its end and return the record that it sent."""
     reports = layout.patch_reports(stage)
     shutil.rmtree(reports, ignore_errors=True)
@@ -139,11 +167,12 @@ def _process(stage: Stage, plan: Plan, layout: Layout, display: Display) -> dict
         command = [*_launcher(stage, plan), stage, "--run", str(layout.root)]
         process = subprocess.Popen(
             [*command, "--events", str(events.path)],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # its end tells the stage that the runner is gone
             stdout=log,
             stderr=subprocess.STDOUT,
             env=_environment(os.environ, str(reports), plan.config.tensor_parallel_size),
             start_new_session=True,
+            pass_fds=(lock,),  # no other run begins before the last process of this one is gone
         )
         with _ended(process):
             while process.poll() is None:
@@ -201,6 +230,8 @@ def _failure(
         cause = failure["text"]
     elif returncode < 0:
         cause = f"killed by {signal.Signals(-returncode).name}"
+        if returncode == -signal.SIGKILL:
+            cause += ", by hand or because memory ran out"
     else:
         cause = f"ended with exit code {returncode}"
     return StageFailed(f"{stage}: {cause}; the log is {layout.log(stage)}")
@@ -208,16 +239,30 @@ def _failure(
 
 @contextmanager
 def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Leave no process of the group behind, whatever happens."""
+    """Leave no process of the group behind, whatever happens; a second Ctrl-C does not wait."""
     try:
         yield
     finally:
-        if process.poll() is None:
-            _signal_group(process, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-        _signal_group(process, signal.SIGKILL)
-        process.wait()
+        try:
+            if process.poll() is None:
+                _signal_group(process, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_SECONDS)
+            # Semaphores and shared memory are given back by a process that outlives the others.
+            _wait_for_group(process, TRACKER_SECONDS)
+        finally:
+            _signal_group(process, signal.SIGKILL)
+            process.wait()
+
+
+def _wait_for_group(process: subprocess.Popen[bytes], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except OSError:
+            return
+        time.sleep(0.02)
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -9,14 +9,19 @@ import argparse
 import importlib
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from spec_compat.errors import UserError
+from spec_compat.pipeline import disk
 from spec_compat.pipeline.config import ResolvedConfig
 from spec_compat.pipeline.events import Events
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
@@ -31,6 +36,8 @@ MODULES: dict[Stage, str] = {
     "export": "export",
 }
 
+# For a stage without a runner to end by itself.
+GRACE_SECONDS = 5.0
 LOG_FORMAT = "%(asctime)s %(name)s: %(message)s"
 
 
@@ -64,14 +71,23 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
     events = Events(options.events)
+    signal.signal(signal.SIGTERM, _stop)
+    if options.events is not None:
+        threading.Thread(target=_outlive_no_runner, daemon=True).start()
     try:
         result = _function(options.stage)(_job(options.run, events))
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return 128 + signal.SIGTERM
     except UserError as error:
         traceback.print_exc()
         events.failed("user", str(error))
         return 2
     except Exception as error:
         traceback.print_exc()
+        if line := disk.fault(error, options.run):
+            events.failed("user", line)
+            return 2
         events.failed("crash", _one_line(error))
         return 1
     if int(os.environ.get("RANK", "0")) == 0:
@@ -79,6 +95,24 @@ def main(arguments: list[str] | None = None) -> int:
             digest=result.digest, counts=result.counts, outputs=result.outputs, bytes=result.bytes
         )
     return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends the stage as an exception does: what it has open is closed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _outlive_no_runner() -> None:
+    """Wait for the end of standard input, which the runner holds, and end the process group.
+
+    The runner was killed: nobody else would end this stage, its workers and loaders.
+    """
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(GRACE_SECONDS)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _function(stage: Stage) -> Callable[[Job], Result]:

@@ -19,8 +19,6 @@ Kind = Literal["rows", "shards"]
 Row = dict[str, Any]
 # Token ids, loss mask, and what `encode` made of the row's states.
 Content = tuple[list[int], list[int], list[Tensor]]
-# Token ids and loss mask.
-Prepared = tuple[list[int], list[int]]
 
 # The shard of each row, beside the shards.
 INDEX = "index.json"
@@ -53,11 +51,6 @@ class RowFiles:
     def files(self, step: list[int]) -> dict[str, list[int]]:
         """The files of a step's rows, and the rows of each."""
         return {f"data_{row}.pt": [row] for row in step}
-
-    def there(self, directory: Path) -> Iterator[tuple[Path, dict[int, Prepared]]]:
-        """Each whole file of a directory with the token ids and loss masks of its rows."""
-        for file in sorted(directory.glob("data_*.pt")):
-            yield file, {_number(file): _prepared(load(file))}
 
     def token_bytes(self, layers: int, hidden: int, dtype: torch.dtype) -> int:
         """Bytes of a token's states."""
@@ -96,11 +89,6 @@ class Shards(RowFiles):
 
     def files(self, step: list[int]) -> dict[str, list[int]]:
         return {f"shard_{step[0]}.safetensors": step} if step else {}
-
-    def there(self, directory: Path) -> Iterator[tuple[Path, dict[int, Prepared]]]:
-        for file in sorted(directory.glob("shard_*.safetensors")):
-            rows = shard_rows(file)
-            yield file, {number: _prepared(row) for number, row in rows.items()}
 
     def token_bytes(self, layers: int, hidden: int, dtype: torch.dtype) -> int:
         return layers * (hidden + 4) if self.fp8 else super().token_bytes(layers, hidden, dtype)
@@ -168,10 +156,6 @@ def decoded(row: Row) -> Row:
     pairs = zip(row["hidden_states"], row["scales"], strict=True)
     states = [(layer.float() * scale[:, None]).bfloat16() for layer, scale in pairs]
     return {**{k: v for k, v in row.items() if k != "scales"}, "hidden_states": states}
-
-
-def _prepared(row: Row) -> Prepared:
-    return row["input_ids"].tolist(), row["loss_mask"].tolist()
 
 
 def _number(file: Path) -> int:

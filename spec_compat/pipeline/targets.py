@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.verifier import language_model
+from spec_compat.pipeline.verifier import text_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NORM, HEAD, EMBEDDINGS = "norm.weight", "lm_head.weight", "embed_tokens.weight"
@@ -30,10 +31,10 @@ class Verifier:
     """The verifier's final norm and its whole lm_head, [vocabulary, hidden] in its own dtype."""
 
     def __init__(self, model: str, trust_remote_code: bool = False) -> None:
-        config, create = language_model(model, trust_remote_code)
+        config = text_config(model, trust_remote_code)
         config.num_hidden_layers = 1
         with torch.device("meta"):
-            skeleton = create(config)
+            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         tensors = _tensors(model)
         self.norm = skeleton.model.norm
         self.norm.load_state_dict({"weight": tensors[NORM].float()}, assign=True)

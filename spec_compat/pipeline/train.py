@@ -85,6 +85,8 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
         validation_loader,
     )
     if rank == 0:
+        pause = config.on_full_disk == "pause"
+        checkpoints.wait_for_space(trainer, layout.root, pause, job.events)
         logging.getLogger("speculators.metrics").addHandler(metrics)
     begun = time.monotonic()
     trainer.run_training()

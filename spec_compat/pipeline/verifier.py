@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def read(model: str, trust_remote_code: bool = False) -> Verifier:
     """Read the verifier's geometry. Raises UserError when this cannot be a verifier."""
     config_file = _config_file(model)
     config = _read_json(config_file)
-    if not trust_remote_code and (named := _brings_code(model)):
+    if not trust_remote_code and (named := brings_code(model)):
         raise UserError(
             f"--model {model}: it brings Python code of its own ({named}), which would be run; "
             "pass --trust-remote-code if you trust it"
@@ -89,11 +89,11 @@ def read(model: str, trust_remote_code: bool = False) -> Verifier:
     )
 
 
-def language_model(model: str, trust_remote_code: bool) -> tuple[Any, Callable[[Any], Any]]:
-    """The config of the language model, apart from its wrapper, and what makes the model of it.
+def text_config(model: str, trust_remote_code: bool) -> Any:
+    """The config of the language model, apart from its wrapper.
 
-    A config class that comes with the model says nothing to transformers: where transformers has
-    the architecture itself, config and model are its own.
+    A config class that comes with the model says nothing to transformers' models: where
+    transformers has the architecture itself, the config is of its class.
     """
     import transformers
 
@@ -102,14 +102,10 @@ def language_model(model: str, trust_remote_code: bool) -> tuple[Any, Callable[[
     if not type(config).__module__.startswith("transformers."):
         for name in config.architectures or ():
             if known := getattr(transformers, name, None):
-                return known.config_class.from_dict(config.to_dict()), known
-
-    def create(config: Any) -> Any:
-        return transformers.AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code
-        )
-
-    return config, create
+                values = config.to_dict()
+                values.pop("auto_map", None)
+                return known.config_class.from_dict(values)
+    return config
 
 
 def check_head(geometry: HeadGeometry) -> None:
@@ -127,6 +123,11 @@ def check_head(geometry: HeadGeometry) -> None:
 def read_config(model: str) -> dict[str, Any]:
     """The verifier's config.json as it is. Raises UserError when there is none."""
     return _read_json(_config_file(model))
+
+
+def directory(model: str) -> Path:
+    """Where the verifier's files are: --model, or the commit of a download."""
+    return _config_file(model).parent
 
 
 def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
@@ -166,8 +167,8 @@ def _config_file(model: str) -> Path:
         ) from None
 
 
-def _brings_code(model: str) -> str:
-    """The first of the model's files that names classes of its own; empty when none does."""
+def brings_code(model: str) -> str:
+    """The first of the model's files that names Python classes of its own; empty when none does."""
     for name in CODE_FILES:
         file = _file(model, name)
         if file is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -11,12 +11,14 @@ from typing import Any
 
 import psutil
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, manifest, storage
+from spec_compat.pipeline import atomic, manifest, storage, verifier
 from spec_compat.pipeline.config import ResolvedConfig
 from spec_compat.pipeline.display import size
+from spec_compat.pipeline.index import Entry, Index
 from spec_compat.pipeline.layout import Layout
 from spec_compat.pipeline.plan import name_datasets
 from spec_compat.pipeline.rows import Prepared, bad_rows, fault
@@ -27,6 +29,8 @@ from spec_compat.pipeline.rows import Prepared, bad_rows, fault
 # What is stored in fp8 is off by 2.6 % more.
 MEDIAN, WORST, FP8_MEDIAN = 0.03, 0.2, 0.05
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# What a vision wrapper puts before the names of its language model's weights.
+WRAPPED = "language_model."
 # Beside the weights, transformers needs room for a row's states and logits.
 HEADROOM = 1.2
 
@@ -62,14 +66,14 @@ def verify(root: Path, samples: int = 4, progress: Progress = lambda *_: None) -
     total = sum(map(len, datasets.values()))
     dtype: torch.dtype | None = None
     for name, prepared in datasets.items():
-        checksums = atomic.checksums(layout.rows(name) / atomic.CHECKSUMS)
+        files = Index(layout.rows(name)).files
         left_out = bad_rows(layout.rows(name))
         for index, (ids, mask) in enumerate(prepared):
             if index in left_out:
                 continue
             file = layout.rows(name) / f"data_{index}.pt"
             try:
-                row = _load(file, checksums)
+                row = _load(file, files)
                 dtype = dtype or row["hidden_states"][0].dtype
                 problem = fault(row, ids, mask, len(config.layer_ids), dtype)
             except _UnreadableError as error:
@@ -81,11 +85,26 @@ def verify(root: Path, samples: int = 4, progress: Progress = lambda *_: None) -
             found.rows += 1
             found.tokens += len(ids)
             progress("checking", found.rows, total)
+    found.problems += _altered(layout)
     samples = min(samples, len(sound))
     if samples:
         chosen = random.Random(config.seed).sample(sound, samples)  # noqa: S311
         _recompute(chosen, layout, config, found, progress)
     return found
+
+
+def _altered(layout: Layout) -> list[str]:
+    """Files of all stages that are not what the manifest recorded."""
+    there = manifest.find(layout.root)
+    problems = []
+    for record in there.stages.values() if there else ():
+        for name, digest in record.outputs.items():
+            file = layout.root / name
+            if not file.is_file():
+                problems.append(f"{name}: the file is missing")
+            elif record.finished and atomic.sha256(file) != digest:
+                problems.append(f"{name}: its checksum is not the one recorded")
+    return problems
 
 
 class _UnreadableError(Exception):
@@ -101,14 +120,13 @@ def _run(root: Path) -> tuple[Layout, ResolvedConfig]:
     return Layout(root.resolve()), ResolvedConfig.model_validate(there.options)
 
 
-def _load(file: Path, checksums: dict[str, str]) -> dict[str, Any]:
+def _load(file: Path, files: Mapping[str, Entry]) -> dict[str, Any]:
     holder = storage.holder(file)
     if not holder.is_file():
         raise _UnreadableError("the file is missing")
-    if (
-        holder.name in checksums
-        and _digest(holder, holder.stat().st_mtime_ns) != checksums[holder.name]
-    ):
+    if holder.name not in files:
+        raise _UnreadableError("it is not in the index of the dataset")
+    if _digest(holder, holder.stat().st_mtime_ns) != files[holder.name].sha256:
         raise _UnreadableError("its checksum is not the one recorded")
     try:
         return storage.decoded(storage.load(file))
@@ -178,8 +196,10 @@ class Oracle:
         from transformers import AutoModelForCausalLM
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            config.model, dtype="auto", trust_remote_code=config.trust_remote_code
+        self.model: Any = (
+            _with_code(config)
+            if verifier.brings_code(config.model)
+            else AutoModelForCausalLM.from_pretrained(config.model, dtype="auto")
         ).to(self.device)
         text = getattr(self.model.config, "text_config", self.model.config)
         self.last = text.num_hidden_layers - 1
@@ -197,3 +217,24 @@ class Oracle:
         with torch.inference_mode():
             normed: Tensor = self.model.get_decoder().norm(states.to(self.device))
         return normed.cpu()
+
+
+def _with_code(config: ResolvedConfig) -> Any:
+    """The language model of a verifier that brings code, in transformers' own class if it has one.
+
+    That code may want packages that are not there, and of a wrapper only one part is needed.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    text = verifier.text_config(config.model, config.trust_remote_code)
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if known is None:
+        return AutoModelForCausalLM.from_pretrained(
+            config.model, dtype="auto", trust_remote_code=config.trust_remote_code
+        )
+    weights: dict[str, Tensor] = {}
+    for file in sorted(Path(config.model).glob("*.safetensors")):
+        weights |= load_file(file)
+    if wrapped := {name for name in weights if name.startswith(WRAPPED)}:
+        weights = {name.removeprefix(WRAPPED): weights[name] for name in wrapped}
+    return known.from_pretrained(None, config=text, state_dict=weights, dtype="auto")

@@ -57,6 +57,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 SCHEDULER_CONFIG = "vllm.config:SchedulerConfig"
 CACHE_CONFIG = "vllm.config:CacheConfig"
 GROUPS = "vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups"
+HASHING = "vllm.utils.hashing:get_hash_fn_by_name"
 LLAMA = "vllm.model_executor.models.llama:LlamaModel"
 # Each release that a patch's docstring names: what is so from it on, and not before.
 CLAIMS: dict[tuple[str, str], Holds] = {
@@ -65,6 +66,7 @@ CLAIMS: dict[tuple[str, str], Holds] = {
     ("extract/cache-config", "0.12.0"): has(CACHE_CONFIG, "enable_prefix_caching=True"),
     ("extract/capture", "0.11.1"): member(LLAMA, "embed_input_ids"),
     ("extract/executor", "0.11.1"): fact("a step waits for sample_tokens"),
+    ("extract/hashing", "0.11.1"): lambda taken: HASHING in taken["symbols"],
     ("extract/kv-cache-config", "0.12.0"): lacks(GROUPS, "kv_cache_specs"),
     ("extract/kv-cache-config", "0.20.0"): lacks(CACHE_CONFIG, "cpu_kvcache_space_bytes"),
     ("extract/kv-cache-layout", "0.29.0"): fact("the layout must be resolved"),
@@ -74,12 +76,18 @@ CLAIMS: dict[tuple[str, str], Holds] = {
     ("extract/scheduler", "0.23.0"): fact("the scheduler's block size is compared"),
     ("extract/scheduler-config", "0.12.0"): has(SCHEDULER_CONFIG, r"is_encoder_decoder[,)]"),
     ("extract/scheduler-config", "0.14.0"): has(SCHEDULER_CONFIG, "async_scheduling=None"),
+    ("extract/single-reply", "0.11.1"): fact("a single reply is no list"),
     ("extract/torch-name", "0.19.1"): lambda taken: asks(taken, r"[!>]=5\."),
     ("extract/torch-name", "0.24.0"): lambda taken: asks(taken, r">=5\."),
     ("extract/warm-up", "0.27.0"): lambda taken: not fact("initialize_from_config warms up")(taken),
 }
 # Named for another reason: the release that speculators copied from, the last one before a change.
-NAMED = {("extract/capture", "0.11.0"), ("extract/warm-up", "0.26.0")}
+NAMED = {
+    ("extract/capture", "0.11.0"),
+    ("extract/hashing", "0.11.0"),
+    ("extract/single-reply", "0.11.0"),
+    ("extract/warm-up", "0.26.0"),
+}
 
 
 @pytest.mark.parametrize(("patch_id", "release"), CLAIMS)

@@ -114,15 +114,18 @@ PLANTED: tuple[tuple[Callable[[Row], None], str], ...] = (
 
 
 def test_every_row_with_a_fault_is_named_and_no_other(run: Path) -> None:
+    from spec_compat.pipeline import atomic
+    from spec_compat.pipeline.index import Index
     from spec_compat.pipeline.verify import verify
 
     rows = run / "gen" / "talks"
     for index, (plant, _said) in enumerate(PLANTED, start=1):
         row = torch.load(rows / f"data_{index}.pt", weights_only=True)
         plant(row)
-        torch.save(row, rows / f"data_{index}.pt")
-    # Without the checksums, which would tell all of them.
-    (rows / "SHA256SUMS").unlink()
+        file = rows / f"data_{index}.pt"
+        torch.save(row, file)
+        # With its checksum, which would tell all of them.
+        Index(rows).add(file.name, atomic.sha256(file), {index: 0})
     problems = verify(run, samples=ROWS).problems
     for index, (_plant, said) in enumerate(PLANTED, start=1):
         assert any(p.startswith(f"gen/talks/data_{index}.pt: ") and said in p for p in problems), (
@@ -199,8 +202,19 @@ def test_training_without_the_final_norm_is_refused(run: Path) -> None:
 
 
 def test_a_shuffled_d2t_is_refused_before_training(run: Path) -> None:
+    from spec_compat.pipeline import atomic
+    from spec_compat.pipeline.layout import Layout
+    from spec_compat.pipeline.manifest import Manifest
+
     file = run / "vocab_mapping" / "d2t.npy"
     np.save(file, np.random.default_rng(0).permutation(np.load(file)))
+    done = trained_again(run)
+    assert done.returncode == 2
+    assert "vocab_mapping/d2t.npy has been altered" in done.stderr
+    # As if the map stage had written it.
+    made = Manifest.model_validate_json((run / "manifest.json").read_text())
+    made.stages["map"].outputs["vocab_mapping/d2t.npy"] = atomic.sha256(file)
+    made.save(Layout(run))
     done = trained_again(run)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

@@ -1,10 +1,9 @@
 """Extracts the states of several models, one after the other, in one process.
 
-Reads {"models": [directories], "rows": ..., "layer_ids": ..., ...}; writes `states.pt` beside each
-model's files, or `failure.txt`.
+Reads {"models": [directories], "rows": ..., "layer_ids": ..., ...}. Writes into each directory
+`states.pt` ([row][layer id] -> states, and what was found out about the layers) or `failure.txt`.
 """
 
-import gc
 import json
 import sys
 import traceback
@@ -17,37 +16,32 @@ import spec_compat  # noqa: F401
 from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
 
-def found(worker: Any) -> Any:
+def found(worker: Any) -> dict[str, str]:
+    """What the capture in a vLLM worker knows about its model."""
     streams = worker._capture.streams
-    return {
-        "path": getattr(streams, "path", None),
-        "reading": getattr(streams, "reading", None),
-        "class": type(worker.model_runner.model).__name__,
-    }
+    return {"name": streams.name, "path": streams.path, "reading": streams.reading}
 
 
-def extract(model: str, rows: list[list[int]], **options: Any) -> None:
-    generator = VllmHiddenStatesGenerator(model_path=model, **options)
+def extract(model: Path, rows: list[list[int]], **options: Any) -> None:
+    generator = VllmHiddenStatesGenerator(model_path=str(model), **options)
     try:
         results = generator.generate(rows)
-        (facts,) = generator.executor.collective_rpc(found)
-        torch.save(
-            {"states": [row["hidden_states"] for row in results], **facts},
-            Path(model) / "states.pt",
-        )
+        facts = generator.executor.collective_rpc(found)[0]
     finally:
         generator.executor.shutdown()
+    torch.save({**facts, "states": [row["hidden_states"] for row in results]}, model / "states.pt")
 
 
 def main(request: Path) -> None:
     options = json.loads(request.read_text())
-    for model in options.pop("models"):
+    for model in map(Path, options.pop("models")):
+        (model / "states.pt").unlink(missing_ok=True)
+        (model / "failure.txt").unlink(missing_ok=True)
+        print(f"extracting {model.name}", flush=True)
         try:
             extract(model, **options)
-        except Exception:
-            Path(model, "failure.txt").write_text(traceback.format_exc())
-        gc.collect()
-        print(f"done {model}", flush=True)
+        except Exception:  # the next model has its turn all the same
+            (model / "failure.txt").write_text(traceback.format_exc())
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from spec_compat.patches.prepare._turns import RowError, Template
 
 import spec_compat
 from tests.chat_templates import FAMILIES, Family, Message
+from tests.kimi import FILES as KIMI_FILES
+from tests.kimi import SPECIAL_TOKENS
 
 pytestmark = pytest.mark.live
 
@@ -227,6 +229,11 @@ MISTRAL = FAMILIES["mistral"]
 GEMMA = FAMILIES["gemma"]
 TOOL = {"role": "tool", "content": "42"}
 
+
+def calling(calls: object) -> Turns:
+    return [GOOD[0], {**GOOD[1], "tool_calls": calls}]
+
+
 REPORTED: dict[str, tuple[Family, Turns, str, str]] = {
     "special token": (CHATML, chat("q", "a <|im_start|>user b"), MARKERS, "1 contains '<|im_s"),
     "of a user": (CHATML, chat("<|im_end|>", "a"), MARKERS, "turn 0 contains '<|im_end|>'"),
@@ -242,7 +249,13 @@ REPORTED: dict[str, tuple[Family, Turns, str, str]] = {
         "the chat template does not render every turn once",
         "turn 2, of role tool, is left out",
     ),
-    "C4 calls": (CHATML, [GOOD[0], {**GOOD[1], "tool_calls": [1]}], "tools", "turn 1 has tool_"),
+    "C4 calls": (CHATML, calling([1]), "tools and their calls are read", "they are a list"),
+    "C4 calls left out": (
+        CHATML,
+        calling('[{"function": {"name": "f", "arguments": "{}"}}]'),
+        "the chat template does not render tools and their calls",
+        "the calls of turn 1 are left out",
+    ),
     "C5 role": (CHATML, [*GOOD, {"role": "MyModel", "content": "x"}], "a turn of an", "'MyModel'"),
     "parts": (CHATML, [{"role": "user", "content": [{"text": "x"}]}], "a turn that is not", "list"),
     "nobody answers": (CHATML, GOOD[:1], SILENT, ""),
@@ -350,15 +363,47 @@ def test_c4_a_tool_speaks_where_the_template_lets_it(prepare: Prepare) -> None:
     assert "42" not in text
 
 
-def test_c4_tools_of_a_row_are_reported(prepare: Prepare) -> None:
+def test_c4_tools_that_the_template_leaves_out_are_reported(prepare: Prepare) -> None:
     from speculators.data_generation import preprocessing
 
     rows = Dataset.from_list(
-        [{"conversations": GOOD, "tools": tools} for tools in (None, ["f"], [])]
+        [{"conversations": GOOD, "tools": tools} for tools in (None, '[{"name": "f"}]', "")]
     )
     built = preprocessing.build_eagle3_dataset(rows, CHATML.tokenizer(), num_proc=None)
     assert len(built) == 2
-    assert [(row["row"], row["detail"]) for row in prepare.reported] == [(1, "it has tools")]
+    assert [(row["row"], row["detail"]) for row in prepare.reported] == [
+        (1, "the tools are left out")
+    ]
+
+
+def test_c4_calls_are_trained_on_and_what_tools_return_is_not(prepare: Prepare) -> None:
+    """With the reasoning before a call, which the template keeps until the answer is there."""
+    from speculators.data_generation import preprocessing
+
+    family = replace(
+        FAMILIES["kimi"],
+        source=(KIMI_FILES / "chat_template.jinja").read_text(encoding="utf-8"),
+        tokens=(*FAMILIES["kimi"].tokens, *(t for t in SPECIAL_TOKENS.values() if "tool" in t)),
+    )
+    call = {"id": "f:0", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+    turns = [
+        GOOD[0],
+        {"from": "gpt", "value": "Wait.", "tool_calls": json.dumps([call]), "thinking": "why"},
+    ]
+    answered = [*turns, {**TOOL, "tool_call_id": "f:0"}, GOOD[1]]
+    tools = json.dumps([{"type": "function", "function": {"name": "f"}}])
+    rows = [{"conversations": said, "tools": tools} for said in (turns, answered)]
+    for slow in (False, True):
+        tokenizer = family.tokenizer(slow=slow)
+        built: Any = preprocessing.build_eagle3_dataset(
+            Dataset.from_list(rows), tokenizer, num_proc=None
+        )
+        called = (
+            "Wait.<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>"
+            '{"x": "é"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+        )
+        found = [runs(tokenizer, r["input_ids"].tolist(), r["loss_mask"].tolist()) for r in built]
+        assert found == [["why</think>" + called], [called, "Seven.<|im_end|>"]]
 
 
 def test_the_assistant_may_speak_first(prepare: Prepare) -> None:

@@ -8,6 +8,11 @@ layers as the decoders. Sliding windows and attention chunks are shorter than th
 from __future__ import annotations
 
 import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +44,9 @@ class Member:
 
     `tokens` are special tokens by the attribute names that the processor reads; `ids` are the
     config's token ids by the text of the token. `built_as` is the class of transformers where it is
-    not named like vLLM's; `refusal` is what is said where the states cannot be known.
+    not named like vLLM's, `inside` names its part of the config, and of the weights; `refusal` is
+    what is said where the states cannot be known. A `quiet` last layer adds next to nothing: with
+    its stream counted twice, the final norm gives nearly the same.
     """
 
     family: str
@@ -51,9 +58,11 @@ class Member:
     tokens: dict[str, str] = field(default_factory=dict)
     tokenizer_class: str = "PreTrainedTokenizerFast"
     built_as: str = ""
+    inside: str = ""
     path: str = "model"
     reading: str = "hidden + residual"
     experts: bool = False
+    quiet: bool = False
     refusal: str = ""
 
     @property
@@ -72,17 +81,27 @@ class Member:
         import transformers
 
         tokenizer = make_tokenizer(self.tokenizer_class, extra_special_tokens=self.tokens)
-        ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in self.ids.items()}
-        config = getattr(transformers, self.config_class)(**self.config, **ids)
+        config = getattr(transformers, self.config_class)(**self.config)
+        config.architectures = [self.architecture]
+        inner = getattr(config, f"{self.inside}_config") if self.inside else config
+        for name, token in self.ids.items():
+            setattr(inner, name, tokenizer.convert_tokens_to_ids(token))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = getattr(transformers, self.oracle)(config)
+            model = getattr(transformers, self.oracle)(inner)
             randomise(model)
-        model.to(torch.bfloat16).save_pretrained(path)
+        if self.quiet:
+            for name, parameter in model.model.layers[-1].named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    parameter.data *= 0.02
+        if not self.processor:  # Gemma 3n would be saved under the names of its wrapper
+            model._checkpoint_conversion_mapping = {}
+        prefix = f"{self.inside}." if self.inside else ""
+        weights = {prefix + name: tensor for name, tensor in model.bfloat16().state_dict().items()}
+        model.save_pretrained(path, state_dict=weights)
+        config.dtype = "bfloat16"
+        config.save_pretrained(path)
         (self.processor(tokenizer) if self.processor else tokenizer).save_pretrained(path)
-        saved = json.loads((path / "config.json").read_text())
-        saved["architectures"] = [self.architecture]
-        (path / "config.json").write_text(json.dumps(saved, indent=2))
         return path
 
 
@@ -147,7 +166,7 @@ GEMMA_3N = {
 }
 
 TEXT_MODELS = (
-    text("Cohere", "CohereForCausalLM", "CohereConfig", reading="hidden", **TIED),
+    text("Cohere", "CohereForCausalLM", "CohereConfig", reading="hidden", quiet=True, **TIED),
     text("Cohere 2", "Cohere2ForCausalLM", "Cohere2Config", reading="hidden", **TIED, **windows(4)),
     text(
         "Gemma 2",
@@ -269,6 +288,20 @@ def llama4(tokenizer: Any) -> Any:
     return Llama4Processor(images, tokenizer, patch_size=PATCH)
 
 
+def omni(tokenizer: Any) -> Any:
+    from transformers import (
+        Qwen2_5OmniProcessor,
+        Qwen2VLImageProcessorFast,
+        Qwen2VLVideoProcessor,
+        WhisperFeatureExtractor,
+    )
+
+    shape = {"patch_size": PATCH, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+    images, videos = Qwen2VLImageProcessorFast(**shape), Qwen2VLVideoProcessor(**shape)
+    sounds = WhisperFeatureExtractor(feature_size=128, chunk_length=2)
+    return Qwen2_5OmniProcessor(images, videos, sounds, tokenizer)
+
+
 def with_videos(name: str, images: str, videos: str) -> Callable[[Any], Any]:
     """A processor of the Qwen-VL kind, of three classes of transformers."""
 
@@ -308,6 +341,17 @@ QWEN_VL: dict[str, Any] = {
         "vision_end_token": "<|vision_end|>",
     },
     "tokenizer_class": "Qwen2TokenizerFast",
+}
+OMNI_TOKENS = {
+    **{f"{kind}_token": f"<|{kind}_pad|>" for kind in ("image", "audio", "video")},
+    **{f"{kind}_{e}os_token": f"<|{kind}_{e}os|>" for kind in ("vision", "audio") for e in "be"},
+}
+OMNI_AUDIO = {
+    "d_model": 64,
+    "encoder_layers": LAYERS,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "output_dim": 128,
 }
 GLM_MARKS = {
     f"{kind}_{edge}_token_id": f"<|{word}_of_{kind}|>"
@@ -415,6 +459,28 @@ MULTIMODAL_MODELS = (
         ),
         **QWEN_VL,
     ),
+    Member(
+        "Qwen2.5-Omni",
+        "Qwen2_5OmniForConditionalGeneration",
+        "Qwen2_5OmniConfig",
+        {
+            "thinker_config": {
+                "text_config": {
+                    **TEXT,
+                    "rope_scaling": {"rope_type": "default", "mrope_section": [4, 6, 6]},
+                },
+                "vision_config": {**QWEN_VISION, "window_size": 32, "fullatt_block_indexes": [7]},
+                "audio_config": OMNI_AUDIO,
+            }
+        },
+        built_as="Qwen2_5OmniThinkerForConditionalGeneration",
+        inside="thinker",
+        ids={f"{kind}_token_index": f"<|{kind}_pad|>" for kind in ("image", "audio", "video")},
+        processor=omni,
+        tokens=OMNI_TOKENS,
+        tokenizer_class="Qwen2TokenizerFast",
+        path="language_model.model",
+    ),
     wrapped(
         "GLM-4V",
         "Glm4vForConditionalGeneration",
@@ -427,7 +493,11 @@ MULTIMODAL_MODELS = (
         },
         ids={"image_token_id": "<|image|>", "video_token_id": "<|video|>", **GLM_MARKS},
         processor=with_videos("Glm4vProcessor", "Glm4vImageProcessorFast", "Glm4vVideoProcessor"),
-        tokens={"image_token": "<|image|>", "video_token": "<|video|>", **GLM_MARKS},
+        tokens={
+            "image_token": "<|image|>",
+            "video_token": "<|video|>",
+            **{name.removesuffix("_id"): token for name, token in GLM_MARKS.items()},
+        },
     ),
     wrapped(
         "Llama 4",
@@ -458,3 +528,30 @@ MULTIMODAL_MODELS = (
 )
 
 ZOO = {member.family: member for member in (*TEXT_MODELS, *MULTIMODAL_MODELS)}
+LAYER_IDS = [2, 4, 5, 7]
+LENGTHS = (1, 2, 15, 16, 17, 100, 300)
+
+
+def rows() -> list[list[int]]:
+    """Random token ids below those of the special tokens that processors add."""
+    draw = random.Random(0)
+    return [[draw.randrange(3, 512) for _ in range(length)] for length in LENGTHS]
+
+
+def extract(models: list[Path], python: str = sys.executable) -> None:
+    """Extract the models' states with speculators' generator, in a process of its own.
+
+    What vLLM and the generator say is in `extract.log` beside the models.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        request = Path(directory) / "request.json"
+        options = {"rows": rows(), "layer_ids": LAYER_IDS, "max_model_len": 512}
+        request.write_text(json.dumps({"models": list(map(str, models)), **options}))
+        with (models[0].parent / "extract.log").open("w") as log:
+            subprocess.run(
+                [python, Path(__file__).with_name("extract.py"), request],
+                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_MLA_DISABLE": "1"},
+                stdout=log,
+                stderr=log,
+                check=True,
+            )

@@ -50,15 +50,3 @@ def test_the_digest_is_sha256(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.write_bytes(b"x" * (atomic.CHUNK + 1))
     assert atomic.sha256(file) == hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def test_a_list_of_checksums_is_there_only_with_its_files(tmp_path: Path) -> None:
-    listing = tmp_path / atomic.CHECKSUMS
-    assert not atomic.is_there(listing)
-    a, b = "a" * 64, "b" * 64
-    listing.write_text(f"{a}  data_0.pt\n{b[:9]}{b}  data_2.pt\n{b}  data_1.pt\n{a}  dat")
-    assert atomic.checksums(listing) == {"data_0.pt": a, "data_1.pt": b}
-    (tmp_path / "data_0.pt").touch()
-    assert not atomic.is_there(listing)
-    (tmp_path / "data_1.pt").touch()
-    assert atomic.is_there(listing)

@@ -1,13 +1,14 @@
 """The manifest: which run a directory holds, and which plan may continue it."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import config, manifest, plan
+from spec_compat.pipeline import atomic, config, fingerprints, manifest, plan
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest, StageRecord
 from tests.unit.pipeline_inputs import make_data, make_verifier
@@ -27,7 +28,9 @@ def planned(root: Path, **flags: Any) -> plan.Plan:
 
 def test_a_manifest_is_read_back(root: Path) -> None:
     begun = manifest.begin(planned(root))
-    begun.stages["prepare"] = StageRecord(inputs="i", started=manifest.now(), counts={"rows": 3})
+    begun.stages["prepare"] = StageRecord(
+        inputs={"a": "i"}, started=manifest.now(), counts={"rows": 3}
+    )
     (root / "run").mkdir()
     begun.save(Layout(root / "run"))
     assert manifest.find(root / "run") == begun
@@ -93,12 +96,84 @@ def test_a_moved_model_is_the_same_run(root: Path) -> None:
 
 def test_inputs_change_with_the_options_of_the_stage_and_what_came_before(root: Path) -> None:
     begun = manifest.begin(planned(root))
-    begun.stages["prepare"] = StageRecord(inputs="", started="", digest="one")
+    begun.stages["prepare"] = StageRecord(inputs={}, started="", digest="one")
     before = manifest.inputs(begun, planned(root), "extract")
     assert manifest.inputs(begun, planned(root, lr=0.5), "extract") == before
     assert manifest.inputs(begun, planned(root, layer_ids="1,4,5,7"), "extract") != before
     begun.stages["prepare"].digest = "two"
     assert manifest.inputs(begun, planned(root), "extract") != before
+
+
+def finished(root: Path, **flags: Any) -> tuple[Manifest, plan.Plan, Layout]:
+    """A run that is prepared."""
+    made, layout = planned(root, **flags), Layout(root / "run")
+    file = layout.prepared("d") / "data.arrow"
+    file.parent.mkdir(parents=True)
+    file.write_text("rows")
+    begun, name = manifest.begin(made), layout.relative(file)
+    stamp = atomic.Stamp.of(file)
+    assert stamp is not None
+    begun.stages["prepare"] = StageRecord(
+        inputs=manifest.inputs(begun, made, "prepare"),
+        started="",
+        finished="",
+        digest="rows",
+        outputs={name: atomic.sha256(file)},
+        stamps={name: stamp},
+    )
+    return begun, made, layout
+
+
+def test_what_is_done_is_not_done_again(root: Path) -> None:
+    begun, made, layout = finished(root)
+    assert manifest.fault(begun, made, layout, "prepare") is None
+    assert manifest.fault(begun, made, layout, "extract") == ""
+    os.utime(layout.prepared("d") / "data.arrow")
+    assert manifest.fault(begun, made, layout, "prepare") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("tokenizer.json", "{}", "the tokenizer has changed"),
+        ("tokenizer_config.json", '{"chat_template": "other"}', "the chat template has changed"),
+        ("chat_template.jinja", "{{ messages }}", "the chat template has changed"),
+    ],
+)
+def test_a_changed_file_of_the_verifier_is_named(
+    root: Path, name: str, content: str, says: str
+) -> None:
+    begun, _, layout = finished(root)
+    (root / "model" / name).write_text(content)
+    assert manifest.fault(begun, planned(root), layout, "prepare") == says
+
+
+def test_another_release_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEC_COMPAT_ASSUME_SPECULATORS", "0.3.0")
+    begun, made, layout = finished(root)
+    monkeypatch.setenv("SPEC_COMPAT_ASSUME_SPECULATORS", "0.4.0")
+    reason = manifest.fault(begun, made, layout, "prepare")
+    assert reason == "speculators was 0.3.0, is 0.4.0"
+
+
+def test_an_altered_or_missing_file_is_named(root: Path) -> None:
+    begun, made, layout = finished(root)
+    file = layout.prepared("d") / "data.arrow"
+    file.write_text("ROWS")
+    assert manifest.fault(begun, made, layout, "prepare") == (
+        "prepared/d/data.arrow has been altered"
+    )
+    file.unlink()
+    assert manifest.fault(begun, made, layout, "prepare") == "prepared/d/data.arrow is missing"
+
+
+def test_the_code_of_a_patch_counts_and_its_words_do_not(tmp_path: Path) -> None:
+    file = tmp_path / "p.py"
+    digests = []
+    for text in ('"""A."""\nx = 1\n', '"""B."""\n# why\nx = 1\n', '"""A."""\nx = 2\n'):
+        file.write_text(text)
+        digests.append(fingerprints._code(file))
+    assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "\xff"])

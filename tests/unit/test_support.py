@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ from spec_compat import versions
 from spec_compat.support import LINES, Support, support
 from spec_compat.versions import Environment, Release
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "support_table.py"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RUN = {
     "vllm": "0.16.0",
     "speculators": "0.4.0.1",
@@ -35,14 +35,11 @@ RUN = {
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("support_table", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["support_table"] = module
-    spec.loader.exec_module(module)
-    return module
+def script() -> Iterator[ModuleType]:
+    """scripts/support_table.py, with its neighbours to import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        yield importlib.import_module("support_table")
 
 
 KNOWN = Support(

@@ -1,0 +1,77 @@
+"""The disk of a run: space that is waited for, and what else a disk says, in one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from pathlib import Path
+
+from spec_compat.errors import UserError
+from spec_compat.pipeline.display import size
+from spec_compat.pipeline.events import Events
+
+# What its user can mend.
+ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ESTALE,
+)
+# Less than this is full: what crashes there crashes because of it.
+FULL = 1 << 20
+POLL_SECONDS = 2.0
+
+
+def wait_for(directory: Path, needed: float, pause: bool, events: Events) -> bool:
+    """Return when this many bytes are free; whether that took a pause.
+
+    Raises UserError where there is to be no pause. What is written already stays as it is.
+    """
+    free = shutil.disk_usage(directory).free
+    if free >= needed:
+        return False
+    said = f"{directory}: {size(needed)} are needed next, {size(free)} are free"
+    if not pause:
+        raise UserError(f"{said}; make space, and the same command goes on from here")
+    events.note(f"paused: {said}; it goes on by itself when there is space")
+    events.doing("paused until there is space on the disk")
+    while free < needed:
+        time.sleep(POLL_SECONDS)
+        free = shutil.disk_usage(directory).free
+    events.note(f"going on: {size(free)} are free")
+    return True
+
+
+def refuse_beyond(limit: str | None, directory: Path, needed: float) -> None:
+    """Raise UserError when the run would take more than --max-disk."""
+    if limit is not None and needed > parse(limit):
+        raise UserError(
+            f"--max-disk {limit}: the rows in {directory} take {size(needed)}; allow more, or "
+            "take fewer rows with --max-samples"
+        )
+
+
+def parse(text: str) -> float:
+    """Bytes of a size as it is written: 500GB, 2.5 TB, 800M. Raises ValueError."""
+    number = text.strip().upper().removesuffix("B").strip()
+    factor = 1000 ** ("KMGT".find(number[-1:]) + 1) if number[-1:] in "KMGT" else 1
+    return float(number.rstrip("KMGT")) * factor
+
+
+def fault(error: BaseException, run: Path) -> str:
+    """One line for an error that the disk is the cause of, empty for another."""
+    number = error.errno if isinstance(error, OSError) else None
+    where = (isinstance(error, OSError) and error.filename) or run
+    if not run.is_dir():
+        return f"{run}: the directory is gone"
+    if number not in ERRORS and shutil.disk_usage(run).free < FULL:
+        number, where = errno.ENOSPC, run  # torch and safetensors have errors of their own for it
+    if number not in ERRORS:
+        return ""
+    said = os.strerror(number or 0).lower()
+    return f"{where}: {said}; what is whole is kept, and the same command goes on from there"

@@ -1,0 +1,155 @@
+"""Stages as forks of a process that has imported everything: a killed run costs seconds.
+
+The runner starts its stages through `Stages`, which stands in for `subprocess.Popen`. What runs is
+the stage's own entry point in a process, a session and an environment of its own, as it would be
+without the fork; in it `Faults` count the operations on files, and kill or fail at one of them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OPERATIONS = ("fsync", "replace", "rename", "unlink", "mkdir", "rmdir")
+
+
+@dataclass
+class Faults:
+    """What happens in a stage: at operation `at` of its files, `do` is called with its name.
+
+    Operations are those that change names or sync, and each opening of a file of the run for
+    writing. With `at` 0 they are only counted; their number is appended to `counted`.
+    """
+
+    run: Path
+    at: int = 0
+    do: Callable[[str], None] = lambda operation: None
+    counted: Path | None = None
+    done: int = 0
+
+    def arm(self) -> None:
+        for name in OPERATIONS:
+            setattr(os, name, self._counting(getattr(os, name), name))
+        opened = self._opening(builtins.open)
+        builtins.open = io.open = opened
+
+    def report(self) -> None:
+        if self.counted is not None:
+            self.counted.write_text(str(self.done))
+
+    def _counting(self, original: Any, name: str) -> Any:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            self._count(name)
+            return original(*args, **kwargs)
+
+        return operation
+
+    def _opening(self, original: Any) -> Any:
+        def opening(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if mode.strip("rbt") and str(file).startswith(str(self.run)):
+                self._count("open")
+            return original(file, mode, *args, **kwargs)
+
+        return opening
+
+    def _count(self, name: str) -> None:
+        self.done += 1
+        if self.done == self.at:
+            self.do(name)
+
+
+class Stages:
+    """Stands in for the module `subprocess` in the runner; `faults` is for the stages begun."""
+
+    PIPE, DEVNULL, STDOUT = subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT
+    TimeoutExpired, run = subprocess.TimeoutExpired, staticmethod(subprocess.run)
+
+    def __init__(self, faults: Faults, groups: Path) -> None:
+        self.faults = faults
+        self.groups = groups
+
+    def Popen(self, command: list[str], **options: Any) -> Forked:  # noqa: N802
+        return Forked(command, self.faults, self.groups, options["stdout"], options["env"])
+
+
+class Forked:
+    """A stage; the part of Popen that the runner uses."""
+
+    def __init__(
+        self, command: list[str], faults: Faults, groups: Path, log: Any, env: dict[str, str]
+    ) -> None:
+        self.returncode: int | None = None
+        self._begin, self._end = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._be_the_stage(command, faults, groups, log, env)
+        os.close(self._begin)
+
+    def _be_the_stage(
+        self, command: list[str], faults: Faults, groups: Path, log: Any, env: dict[str, str]
+    ) -> None:
+        code = 70
+        try:
+            os.setsid()
+            os.close(self._end)
+            os.dup2(self._begin, 0)
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            os.environ.clear()
+            os.environ.update(env)
+            with groups.open("a") as stream:
+                stream.write(f"{os.getpid()}\n")
+            from spec_compat.pipeline import stage
+
+            faults.arm()
+            code = stage.main(command[command.index("spec_compat.pipeline.stage") + 1 :])
+            faults.report()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, seconds: float | None = None) -> int:
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("stage", seconds or 0.0)
+            time.sleep(0.01)
+        return self.returncode or 0
+
+
+def is_gone(group: int) -> bool:
+    """Whether no process of this group is left, a zombie of another parent apart."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    states = []
+    for process in Path("/proc").iterdir():
+        try:
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if len(fields) > 2 and fields[2] == str(group):
+            states.append(fields[0])
+    return all(state == "Z" for state in states)
+
+
+def kill_group(operation: str) -> None:
+    os.killpg(0, signal.SIGKILL)

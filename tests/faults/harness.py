@@ -1,0 +1,300 @@
+"""Kills a run of a tiny model at many points, goes on, and compares with a run that was not killed.
+
+    python -m tests.faults.harness DIRECTORY --points 100 [--stages train,map]
+
+DIRECTORY holds the finished run that all begin from; it is made when it is not there. Prints a line
+of JSON for each point, and ends with 1 if one run ended in something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import spec_compat  # noqa: F401
+from spec_compat.errors import SpecCompatError
+from spec_compat.pipeline import config, plan, runner
+from spec_compat.pipeline.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.manifest import Manifest
+from tests import tiny_models
+from tests.faults.forked import Faults, Stages, is_gone, kill_group
+
+OPTIONS: dict[str, Any] = {
+    "seq_length": 64,
+    "batch_size": 2,
+    "draft_vocab_size": 128,
+    "epochs": 3,
+    "lr": 0.001,
+    "total_seq_len": 128,
+    "num_workers": 1,
+    "num_preprocessing_workers": 1,
+    "seed": 5,
+}
+ROWS = 12
+# The same for every run, whatever happens to it.
+RESULTS = (
+    "prepared/talks/token_freq.pt",
+    "gen/*/data_*.pt",
+    "gen/*/sample_lengths.json",
+    "gen/*/data_config.json",
+    "vocab_mapping/*",
+    "checkpoints/*/*",
+    "head/*",
+    "logs/metrics.jsonl",
+)
+# How the run is killed: the stage and its workers, the runner alone, or the runner asked to stop.
+KILLS = ("stage", "runner", "sigterm")
+GONE_SECONDS = 20.0
+
+
+class Quiet:
+    """A display that shows nothing and keeps which stages were done again."""
+
+    def __init__(self) -> None:
+        self.skips: list[str] = []
+        self.lines: list[str] = []
+
+    def skipped(self, stage: str) -> None:
+        self.skips.append(stage)
+
+    def again(self, stage: str, reason: str) -> None:
+        self.lines.append(f"{stage}: {reason}")
+
+    def event(self, event: dict[str, Any]) -> None:
+        if event["event"] == "note":
+            self.lines.append(event["text"])
+
+    def start(self, stage: str) -> None:
+        pass
+
+    def done(self, stage: str, record: Any) -> None:
+        pass
+
+
+class Lab:
+    """A directory with a model, data, and the run that all others are held against."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self.model, self.data = directory / "model", directory / "talks.jsonl"
+        self.reference = directory / "reference"
+        if not self.data.exists():
+            tiny_models.make_tiny_llama(self.model)
+            tiny_models.write_conversations(self.data, ROWS)
+        if not (self.reference / "head").exists():
+            shutil.rmtree(self.reference, ignore_errors=True)
+            code, _, error = self.run(self.reference)
+            if code:
+                raise SystemExit(f"the run that is not killed failed: {error}")
+        self.expected = results(self.reference)
+
+    def plan(self, run: Path) -> plan.Plan:
+        given = {"model": str(self.model), "data": [str(self.data)], "output": run}
+        return plan.make(config.load({**given, **OPTIONS}))
+
+    def run(
+        self, run: Path, faults: Faults | None = None, kill_after: float = 0.0, kill: str = ""
+    ) -> tuple[int, dict[str, Any], str]:
+        """Run in a fork; its exit code, what it showed, and its error. Kills it if asked to."""
+        groups, answer = run.with_name(run.name + ".groups"), run.with_name(run.name + ".answer")
+        groups.unlink(missing_ok=True)
+        answer.unlink(missing_ok=True)
+        pid = os.fork()
+        if pid == 0:
+            self._run(run, faults or Faults(run), groups, answer)
+        if kill_after:
+            deadline = time.monotonic() + 120
+            while not groups.exists() and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(kill_after)
+            strike(kill, pid, groups)
+        _, status = os.waitpid(pid, 0)
+        shown = json.loads(answer.read_text()) if answer.exists() else {"error": ""}
+        wait_until_gone(groups)
+        return os.waitstatus_to_exitcode(status), shown, shown["error"]
+
+    def _run(self, run: Path, faults: Faults, groups: Path, answer: Path) -> None:
+        code, display, error = 70, Quiet(), ""
+        try:
+            runner.subprocess = Stages(faults, groups)  # type: ignore[attr-defined]
+            try:
+                runner.run(self.plan(run), display)  # type: ignore[arg-type]
+                code = 0
+            except SpecCompatError as failure:
+                code, error = 1, str(failure)
+            except KeyboardInterrupt:
+                code = 130
+            shown = {"skips": display.skips, "lines": display.lines, "error": error}
+            answer.write_text(json.dumps(shown))
+        finally:
+            os._exit(code)
+
+    def without(self, stage: Stage, run: Path) -> Path:
+        """A copy of the finished run in which this stage was not done; those after it were."""
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(self.reference, run)
+        layout = Layout(run)
+        manifest = Manifest.model_validate_json(layout.manifest.read_text())
+        del manifest.stages[stage]
+        manifest.save(layout)
+        layout.clear(stage)
+        return run
+
+    def operations(self, stage: Stage) -> tuple[int, float]:
+        """Operations on files that the stage does, and its seconds."""
+        run = self.without(stage, self.directory / f"count-{stage}")
+        counted = run.with_suffix(".counted")
+        begun = time.monotonic()
+        code, _, error = self.run(run, Faults(run, counted=counted))
+        if code or results(run) != self.expected:
+            raise SystemExit(f"{stage} cannot be done again: {error or differing(self, run)}")
+        shutil.rmtree(run)
+        return int(counted.read_text()), time.monotonic() - begun
+
+
+def strike(kill: str, runner_pid: int, groups: Path) -> None:
+    try:
+        if kill == "stage":
+            os.killpg(int(groups.read_text().split()[-1]), signal.SIGKILL)
+        else:
+            os.kill(runner_pid, signal.SIGKILL if kill == "runner" else signal.SIGTERM)
+    except ProcessLookupError:
+        pass  # it was sooner
+
+
+def wait_until_gone(groups: Path) -> None:
+    """Raise unless every process of every stage ends by itself."""
+    if not groups.exists():
+        return
+    deadline = time.monotonic() + GONE_SECONDS
+    for group in map(int, groups.read_text().split()):
+        while not is_gone(group):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"processes of the stage {group} are left")
+            time.sleep(0.05)
+
+
+def results(run: Path) -> dict[str, str]:
+    files = [file for pattern in RESULTS for file in sorted(run.glob(pattern))]
+    return {
+        file.relative_to(run).as_posix(): hashlib.sha256(content(file)).hexdigest()
+        for file in files
+    }
+
+
+def content(file: Path) -> bytes:
+    """Bytes of a file, without the directory that the run is in."""
+    data = file.read_bytes()
+    if file.name == "data_config.json":
+        found = json.loads(data)
+        for part in found.values():
+            if isinstance(part, dict):
+                part.pop("cache_dir", None)
+        found = {k: v for k, v in found.items() if k not in ("generated_at", "cache_dir")}
+        data = json.dumps(found).encode()
+    return data
+
+
+def differing(lab: Lab, run: Path) -> list[str]:
+    there = results(run)
+    names = there.keys() | lab.expected.keys()
+    return sorted(name for name in names if there.get(name) != lab.expected.get(name))
+
+
+def leftovers(run: Path) -> list[str]:
+    """Hidden files that a run made on its way and did not take away."""
+    hidden = (path for path in run.rglob(".*") if path.name != ".lock")
+    return sorted(path.relative_to(run).as_posix() for path in hidden)
+
+
+def points(lab: Lab, stages: list[Stage], number: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Points spread over the stages: by the count of operations and by time, killed in turns."""
+    chance = random.Random(seed)
+    share = max(1, number // len(stages))
+    turn = 0
+    for stage in stages:
+        operations, seconds = lab.operations(stage)
+        for place in range(share):
+            kill = KILLS[turn % len(KILLS)]
+            turn += 1
+            part = (place + chance.random()) / share
+            if stage != "extract" and place % 2 == 0:
+                at = 1 + int(part * operations)
+                yield {"stage": stage, "by": "operation", "at": at, "kill": kill}
+            else:
+                at = round(max(0.01, part * seconds), 3)
+                yield {"stage": stage, "by": "time", "at": at, "kill": kill}
+
+
+def try_point(lab: Lab, point: dict[str, Any]) -> dict[str, Any]:
+    run = lab.without(point["stage"], lab.directory / "killed")
+    if point["by"] == "operation":
+        own = os.getpid()
+        faults = Faults(run, point["at"], lambda _: _strike_from_stage(point["kill"], own))
+        code, _, error = lab.run(run, faults)
+    else:
+        code, _, error = lab.run(run, None, point["at"], point["kill"])
+    begun = time.monotonic()
+    after, shown, resumed = lab.run(run)
+    found = {**point, "code": code, "error": error, "seconds": round(time.monotonic() - begun, 1)}
+    found["differs"] = differing(lab, run) if after == 0 else [resumed]
+    found["left"] = leftovers(run)
+    expected = [stage for stage in STAGES if stage != point["stage"]]
+    skips = shown.get("skips", [])
+    found["redone"] = [stage for stage in expected if stage not in skips]
+    found["ok"] = not (found["differs"] or found["left"] or found["redone"])
+    return found
+
+
+def _strike_from_stage(kill: str, harness: int) -> None:
+    if kill == "stage":
+        kill_group("")
+    os.kill(os.getppid(), signal.SIGKILL if kill == "runner" else signal.SIGTERM)
+    time.sleep(30)  # until somebody ends this process, as it would be in the middle of its work
+
+
+def preload() -> None:
+    """What the stages import, once for all of them."""
+    import datasets  # noqa: F401
+    import speculators.data_generation.vllm_hidden_states_generator
+    import speculators.train.trainer  # noqa: F401
+    import torch
+
+    from spec_compat.pipeline import export, extract, mapping, prepare, train  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--points", type=int, default=100)
+    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    preload()
+    lab = Lab(options.directory.resolve())
+    failed = 0
+    for point in points(lab, options.stages.split(","), options.points, options.seed):
+        found = try_point(lab, point)
+        failed += not found["ok"]
+        print(json.dumps(found), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What is said when the disk does not take what it is given, and the pause until it does."""
+
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_compat.errors import UserError
+from spec_compat.pipeline import disk, plan
+from spec_compat.pipeline.events import Events
+
+
+class Notes(Events):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("500GB", 5e11), ("2.5 TB", 2.5e12), ("800M", 8e8), ("12", 12)]
+)
+def test_sizes_are_read_as_they_are_written(text: str, expected: float) -> None:
+    assert disk.parse(text) == expected
+
+
+def test_it_pauses_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10.0]
+    usage: Any = type("Usage", (), {"free": property(lambda self: free[0])})
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage())
+    monkeypatch.setattr(disk, "POLL_SECONDS", 0.01)
+    events = Notes()
+    assert not disk.wait_for(tmp_path, 5, True, events)
+    with pytest.raises(UserError, match=r"100 B are needed next, 10 B are free; make space"):
+        disk.wait_for(tmp_path, 100, False, events)
+    threading.Timer(0.1, lambda: free.__setitem__(0, 200.0)).start()
+    assert disk.wait_for(tmp_path, 100, True, events)
+    assert [note.split(":")[0] for note in events.notes] == ["paused", "going on"]
+
+
+def test_more_than_max_disk_is_refused(tmp_path: Path) -> None:
+    disk.refuse_beyond("1kB", tmp_path, 1000)
+    disk.refuse_beyond(None, tmp_path, 1e15)
+    with pytest.raises(UserError, match=r"--max-disk 1kB: the rows in .* take 1.0 MB"):
+        disk.refuse_beyond("1kB", tmp_path, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "no space left on device"),
+        (errno.EROFS, "read-only file system"),
+        (errno.EACCES, "permission denied"),
+        (errno.EIO, "input/output error"),
+    ],
+)
+def test_what_the_disk_says_is_one_line(number: int, says: str, tmp_path: Path) -> None:
+    line = disk.fault(OSError(number, "x", "/run/gen/data_0.pt"), tmp_path)
+    assert line.startswith(f"/run/gen/data_0.pt: {says}; ")
+    assert "the same command goes on" in line
+
+
+def test_other_errors_are_not_the_disks(tmp_path: Path) -> None:
+    assert disk.fault(ValueError("x"), tmp_path) == ""
+    assert disk.fault(ValueError("x"), tmp_path / "gone").endswith("the directory is gone")
+
+
+@pytest.mark.parametrize("source", ["/d/...jsonl", "/d/.hidden.jsonl", "/d/a b/../../x.json"])
+def test_no_name_of_a_dataset_leads_out_of_the_run(source: str) -> None:
+    ((dataset),) = plan.name_datasets((source,))
+    assert "/" not in dataset.name
+    assert not dataset.name.startswith(".")
+    assert dataset.name

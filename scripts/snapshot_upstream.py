@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import shutil
 import subprocess
 import tempfile
@@ -27,8 +28,6 @@ import contract
 import griffe
 from packaging.requirements import Requirement
 from wheel_sources import fetch
-
-from spec_compat import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 SNAPSHOTS = ROOT / "tests" / "contract" / "snapshots"
@@ -73,7 +72,6 @@ LITTLE = {
     "get_input_embeddings", "embed_input_ids", "layers", "norm", "init_device", "load_model",
     "determine_available_memory", "__init__",
 }  # fmt: skip
-LOOKED_INTO = {"speculators.models.eagle3.core": ("Eagle3DraftModel.forward",)}  # by a probe
 Tree = Any  # griffe's objects and aliases, whose attributes differ by kind
 # What no signature tells: whether a function of vLLM (or a class) holds a text.
 FACTS = {
@@ -179,12 +177,6 @@ def wanted() -> dict[str, set[str]]:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
                 names.setdefault(str(node.module), set()).update(a.name for a in node.names)
     return names
-
-
-def targets() -> list[str]:
-    """Modules of speculators that a patch replaces names in."""
-    modules = {patch.module for patch in registry.patches()}
-    return sorted(name for name in modules if name.startswith("speculators"))
 
 
 def symbols(tree: Tree, names: Mapping[str, Iterable[str]]) -> Iterator[tuple[str, Any]]:
@@ -293,9 +285,9 @@ def _default(value: object) -> str:
 
 
 def eagle3(sources: Path) -> list[str]:
-    """Classes among vLLM's models that implement SupportsEagle3, inherited or not."""
-    bases = dict[str, set[str]]()
-    for file in (sources / "vllm" / "model_executor" / "models").rglob("*.py"):
+    """The architectures whose class in vLLM implements SupportsEagle3, inherited or not."""
+    models, bases = sources / "vllm" / "model_executor" / "models", dict[str, set[str]]()
+    for file in models.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.ClassDef):
                 names = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
@@ -303,7 +295,9 @@ def eagle3(sources: Path) -> list[str]:
     found = {"SupportsEagle3"}
     while more := {name for name, above in bases.items() if above & found} - found:
         found |= more
-    return sorted(name for name in found if "For" in name)
+    text = (models / "registry.py").read_text("utf-8")
+    registered = re.findall(r'"(\w+)":\s*\(\s*"\w+",\s*"(\w+)"', text)
+    return sorted({architecture for architecture, name in registered if name in found})
 
 
 def holds(sources: Path, name: str, function: str, text: str) -> bool:
@@ -320,27 +314,19 @@ def holds(sources: Path, name: str, function: str, text: str) -> bool:
 
 
 def modules_of(tree: Tree) -> dict[str, Any]:
-    """The modules that patches replace names in, and those whose classes these import."""
-    taken = {name: module(tree, name) for name in targets() if _has(tree, name)}
-    paths = {path for entry in taken.values() for path in entry["imports"].values()}
-    for path in sorted(path for path in paths if _has(tree, path)):
-        found = tree[path.partition(".")[2]]
-        if found.is_class and not found.is_alias:
-            taken.setdefault(found.module.path, module(tree, found.module.path))
-    return taken
-
-
-def _has(tree: Tree, path: str) -> bool:
-    package, _, inner = path.partition(".")
-    try:
-        return package == tree.name and bool(tree[inner].kind)
-    except (KeyError, griffe.AliasResolutionError):
-        return False
+    """Every module in which a patch may replace a name."""
+    found, waiting = {tree.path: module(tree, tree.path)}, [tree]
+    while waiting:
+        inner = [each for each in waiting.pop().modules.values() if each.name != "convert"]
+        found |= {each.path: module(tree, each.path) for each in inner}
+        waiting += inner
+    return found
 
 
 def module(tree: Tree, path: str) -> dict[str, Any]:
     """A module of speculators: what it imports, and what it defines."""
-    home = tree[path.partition(".")[2]]
+    inner = path.partition(".")[2]
+    home = tree[inner] if inner else tree
     imports, names = dict[str, str](), dict[str, Any]()
     for name, member in home.members.items():
         if member.is_alias:
@@ -348,21 +334,24 @@ def module(tree: Tree, path: str) -> dict[str, Any]:
             continue
         names[name] = describe(member)
         if member.is_class:
-            inner = {**member.inherited_members, **member.members}
-            names[name]["members"] = {name: describe(thing) for name, thing in inner.items()}
-    for qualname in LOOKED_INTO.get(path, ()):
-        owner, _, name = qualname.partition(".")
-        if owner in names and name in names[owner]["members"]:
-            function = home[qualname].final_target if home[qualname].is_alias else home[qualname]
-            names[owner]["members"][name]["uses"] = _uses(function)
+            below = {**member.inherited_members, **member.members}
+            names[name]["members"] = {inner: _method(thing) for inner, thing in below.items()}
     return {"imports": imports, "names": names}
 
 
-def _uses(function: griffe.Object) -> list[str]:
+def _method(thing: Tree) -> dict[str, Any]:
+    """A member of a class of speculators; of a function also the names that its code uses."""
+    entry = describe(thing)
+    if entry["kind"] == "function":
+        entry["uses"] = _uses(thing.final_target if thing.is_alias else thing)
+    return entry
+
+
+def _uses(function: Tree) -> str:
     """The global names and attributes in a function's body, as its code object has them."""
     nodes = list(ast.walk(ast.parse(dedent(function.source))))
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    return sorted(names | {node.id for node in nodes if isinstance(node, ast.Name)})
+    return " ".join(sorted(names | {node.id for node in nodes if isinstance(node, ast.Name)}))
 
 
 def calls(package: Path) -> Iterator[dict[str, Any]]:

@@ -19,10 +19,12 @@ A script that runs pairs of releases calls `record` for each. A run is:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import contract
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -65,18 +67,24 @@ def _table(run: Mapping[str, Any]) -> str:
 def section(known: Support) -> str:
     """Markdown: a table of what runs with the patches, and one of what happens without."""
     lines = known.releases("speculators")
-    patched, bare = [_row("vLLM", "Python", "torch", *lines)], [_row("vLLM", *lines)]
-    patched.append("|---" * (3 + len(lines)) + "|")
-    bare.append("|---" * (1 + len(lines)) + "|")
+    patched, bare = list[list[str]](), list[list[str]]()
     for row in reversed(known.vllm):
         pairs = [known.pair(line, row["version"]) for line in lines]
-        patched.append(_row(_named(row), _pythons(row), row["torch"], *map(_cell, pairs)))
-        bare.append(_row(row["version"], *map(_bare, pairs)))
-    return "\n".join([*patched, "", "Without the patches:", "", *bare])
+        patched.append([_named(row), _pythons(row), row["torch"], *map(_cell, pairs)])
+        bare.append([row["version"], *map(_bare, pairs)])
+    tables = _table_of("vLLM", "Python", "torch", *lines, rows=patched), "Without the patches:"
+    return "\n\n".join([*tables, _table_of("vLLM", *lines, rows=bare)])
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(text.replace('|', '/') for text in cells)} |"
+def _table_of(*head: str, rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; releases that follow each other and say the same share a row."""
+    lines = [head, ["---"] * len(head)]
+    for cells, same in groupby(rows, key=lambda row: row[1:]):
+        names = [row[0] for row in same]
+        oldest, newest = names[-1].split(", ")[-1], names[0].split(", ")[0]
+        name = names[0] if len(names) == 1 else f"{oldest} to {newest}"
+        lines.append([name, *cells])
+    return "\n".join(f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines)
 
 
 def _named(row: Mapping[str, Any]) -> str:
@@ -95,7 +103,12 @@ def _cell(pair: Pair) -> str:
 
 
 def _bare(pair: Pair) -> str:
-    return pair.run["unpatched"] if pair.run else "not run"
+    """What a run met; without one, what does not bind first, or that every call binds."""
+    if pair.run:
+        return str(pair.run["unpatched"])
+    breaks = contract.Pair(pair.speculators, pair.vllm, patched=False).breaks
+    first = min(breaks, key=lambda text: not text.startswith("import"), default="every call binds")
+    return f"static only: {first.rpartition('Error: ')[2]}"
 
 
 def write_readme(file: Path = README) -> None:

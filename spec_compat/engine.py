@@ -21,6 +21,7 @@ from spec_compat import __version__, hooks, registry, versions
 from spec_compat.errors import RequiredPatchMissing, TargetMoved
 from spec_compat.patching import Factory, Patch, Scope, Verdict
 from spec_compat.report import IN_PLACE, Outcome, Report, State, append, role
+from spec_compat.support import support
 
 log = logging.getLogger("spec_compat")
 
@@ -225,6 +226,9 @@ class Engine:
             self._record(item.patch, state, item.reason)
         if off := sorted(registry.disabled()):
             log.warning("disabled by SPEC_COMPAT_DISABLE: %s", ", ".join(off))
+        if role() == "driver":
+            for assumption in support().assumptions(environment):
+                log.warning(assumption)
         found = {name: str(release) for name, release in environment.releases.items()}
         python = ".".join(map(str, sys.version_info[:3]))
         self._environment = {"spec_compat": __version__, "python": python, **found}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 
 Hook = Callable[[ModuleType], None]
@@ -38,17 +40,19 @@ def imported(name: str) -> ModuleType | None:
 
 
 class _Trigger:
-    """A finder that finds nothing, and notices what is looked for."""
+    """A finder that notices what is looked for, and finds nothing by itself."""
 
     def __init__(self) -> None:
         self.actions: dict[str, Callable[[], object]] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> None:
-        if fullname in self.actions:
-            action, self.actions = self.actions[fullname], {}
-            action()
+    ) -> ModuleSpec | None:
+        if fullname not in self.actions:
+            return None
+        action, self.actions = self.actions[fullname], {}
+        action()
+        return find_spec(fullname)  # anew: wrapt's finder may have come, and be passed over
 
 
 _trigger = _Trigger()

@@ -19,7 +19,7 @@ from spec_compat.versions import Environment, Release, matches, table
 
 Status = Literal["supported", "fails", "static only", "impossible"]
 LINES = ("speculators", "vllm")
-WITHOUT_GENERATOR = Version("0.5")
+GENERATOR_GONE = Version("0.5")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Pair:
     status: Status
     why: str
     run: Mapping[str, Any] | None = None
+
+    def __str__(self) -> str:
+        return f"speculators {self.speculators} with vllm {self.vllm}: {self.status}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -87,46 +90,61 @@ class Support:
             return pair(status="fails", why=last["note"], run=last)
         return pair(status="supported", why=f"run on {last['date']}", run=last)
 
+    def counts_as(self, package: str, environment: Environment) -> str | None:
+        """The known release that the installed one counts as; None where there is none."""
+        release = environment.releases.get(package)
+        if release is None or release.version is None:
+            return None
+        gone = _has_no_generator(package, release.version)
+        return None if gone else self.known(package, release.version)
+
+    def installed(self, environment: Environment) -> Pair | None:
+        """What is known of the two releases that are installed; None unless both are known."""
+        speculators, vllm = (self.counts_as(package, environment) for package in LINES)
+        return self.pair(speculators, vllm) if speculators and vllm else None
+
     def check(self, environment: Environment) -> Findings:
         """What keeps the installed pair from running, and what is assumed of it; a line each."""
-        found = Findings([], [])
-        names = [self._counts_as(package, environment, found) for package in LINES]
-        if None not in names:
-            pair = self.pair(*map(str, names))
+        wrong = [self._unusable(package, environment) for package in LINES]
+        found = Findings([line for line in wrong if line], self.assumptions(environment))
+        pair = self.installed(environment)
+        if pair and pair.status != "supported":
             bad = pair.status in ("fails", "impossible")
-            text = (
-                f"speculators {pair.speculators} with vllm {pair.vllm}: {pair.status}: {pair.why}"
-            )
-            if pair.status != "supported":
-                (found.problems if bad else found.warnings).append(text)
+            (found.problems if bad else found.warnings).append(str(pair))
         return found
 
-    def _counts_as(self, package: str, environment: Environment, found: Findings) -> str | None:
-        """The known release that the installed one counts as; None after a problem."""
+    def _unusable(self, package: str, environment: Environment) -> str:
+        """Why the installed release counts as none that is known; empty where it does."""
         release = environment.releases.get(package)
         oldest, newest = self.releases(package)[0], self.releases(package)[-1]
         if release is None:
-            found.problems.append(f"{package} is not installed; known: {oldest} to {newest}")
-            return None
+            return f"{package} is not installed; known: {oldest} to {newest}"
         if release.version is None:
-            found.problems.append(
+            return (
                 f"{package} does not know its release ({release.raw}); "
                 f"set SPEC_COMPAT_ASSUME_{package.upper()} to the one it was built from or after, "
                 f"{oldest} to {newest}"
             )
-            return None
-        if package == "speculators" and release.version >= WITHOUT_GENERATOR:
-            found.problems.append(
+        if _has_no_generator(package, release.version):
+            return (
                 f"speculators {release} has no in-process generator; {newest} was the last that "
                 f"has one: pip install --no-deps speculators=={newest}"
             )
-            return None
-        known = self.known(package, release.version)
-        if known is None:
-            found.problems.append(f"{package} {release} is older than {oldest}, the oldest known")
-        elif text := _assumed(release, self.row(package, known), newest):
-            found.warnings.append(f"{package} {text}")
-        return known
+        if self.known(package, release.version) is None:
+            return f"{package} {release} is older than {oldest}, the oldest known"
+        return ""
+
+    def assumptions(self, environment: Environment) -> list[str]:
+        """A line for each package whose build is no known release: which one it is taken for."""
+        lines = []
+        for package in LINES:
+            known = self.counts_as(package, environment)
+            newest = self.releases(package)[-1]
+            if known:
+                release, row = environment.releases[package], self.row(package, known)
+                text = _assumed(release, row, newest)
+                lines += [f"{package} {text}"] if text else []
+        return lines
 
     def install_lines(self, speculators: str, vllm: str, wheel: str = "vllm") -> tuple[str, ...]:
         """The commands that put two known releases beside each other; none for an unknown wheel."""
@@ -140,24 +158,27 @@ class Support:
                 return tuple(line.format(**words) for line in group["lines"])
         return ()
 
-    def disagreements(self, speculators: str, vllm: str) -> list[str]:
+    def disagreements(self, speculators: str, vllm: str, wheel: str = "vllm") -> list[str]:
         """What the two releases cannot both have, so that pip refuses to install both."""
-        line, release = f"speculators {speculators}", f"vllm {vllm}"
-        ours, theirs = self.row("speculators", speculators), self.row("vllm", vllm)
+        ours, row = self.row("speculators", speculators), self.row("vllm", vllm)
+        torch = f"=={row['torch_cuda' if wheel == 'vllm' else 'torch']}"
+        asked = {"torch": torch, "transformers": row["transformers"]}
         return [
-            f"{line} asks for {name} {ours[name]}, {release} for {theirs[name]}"
-            for name in ("torch", "transformers")
-            if not _overlap(ours[name], theirs[name])
+            f"speculators {speculators} asks for {name} {ours[name]}, {wheel} {vllm} for {theirs}"
+            for name, theirs in asked.items()
+            if not _overlap(ours[name], theirs)
         ]
 
 
 def _overlap(one: str, other: str) -> bool:
     """Whether a release that one of the two specifiers names satisfies both."""
-    both = [SpecifierSet(text if not text[:1].isdigit() else f"=={text}") for text in (one, other)]
+    both = SpecifierSet(one), SpecifierSet(other)
     named = [Version(clause.version.rstrip(".*")) for found in both for clause in found]
-    return all(not found for found in both) or any(
-        all(found.contains(version) for found in both) for version in named
-    )
+    return any(all(found.contains(version) for found in both) for version in named)
+
+
+def _has_no_generator(package: str, version: Version) -> bool:
+    return package == "speculators" and version >= GENERATOR_GONE
 
 
 def _assumed(release: Release, row: Mapping[str, Any], newest: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import tiny_models
+from tests import kimi, tiny_models
 
 GENERATE = Path(__file__).parent / "live" / "generate.py"
 
@@ -49,6 +49,11 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.make_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny-qwen3")
+
+
+@pytest.fixture(scope="session")
+def mini_kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kimi.make(tmp_path_factory.mktemp("models") / "mini-kimi")
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,27 @@ TEXT_CONFIG = {
     "pad_token_id": 163839,
     "torch_dtype": "bfloat16",
 }
+# As compressed-tensors writes it: the experts alone are packed.
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
+                "group_size": 32, "dynamic": False, "actorder": None,
+            },
+        }
+    },
+    "ignore": [
+        "re:.*lm_head", "re:.*self_attn.*", "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:vision_tower.*", "re:mm_projector.*",
+    ],
+}  # fmt: skip
 VISION_CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -119,9 +141,13 @@ ANSWERED = (
 SOURCES = ("meta-math/MetaMathQA", "theblackcat102/evol-codealpaca-v1", "lmsys/lmsys-chat-1m")
 
 
-def make(path: Path, *, seed: int = 0, dtype: str = "bfloat16", **overrides: Any) -> Path:
-    """Write the miniature; `overrides` are fields of its language model's config."""
-    text = {**TEXT_CONFIG, "torch_dtype": dtype, **overrides}
+def make(path: Path, *, seed: int = 0, int4: bool = False, **overrides: Any) -> Path:
+    """Write the miniature; `overrides` are fields of its language model's config.
+
+    With `int4` the experts are packed to four bits with a scale for each 32 weights.
+    """
+    quantised = {"quantization_config": INT4} if int4 else {}
+    text = {**TEXT_CONFIG, **quantised, **overrides}
     path.mkdir(parents=True)
     _write_json(path / "config.json", _config(text))
     _write_weights(path, text, seed)
@@ -193,12 +219,16 @@ def _write_weights(path: Path, text: dict[str, Any], seed: int) -> None:
 
     dtype = getattr(torch, text["torch_dtype"])
     language = _language_weights(text, seed)
+    if "quantization_config" in text:
+        language = {name: t for pair in language.items() for name, t in _packed(*pair, dtype)}
     tensors = {f"language_model.{name}": tensor for name, tensor in language.items()}
     tensors |= _vision_weights(seed)
     shards: list[dict[str, Any]] = [{}, {}]
     for number, (name, tensor) in enumerate(tensors.items()):
         precise = name.endswith("e_score_correction_bias")
-        tensor = tensor.detach().to(torch.float32 if precise else dtype).contiguous()
+        if tensor.is_floating_point():
+            tensor = tensor.to(torch.float32 if precise else dtype)
+        tensor = tensor.detach().contiguous()
         shards[number * len(shards) // len(tensors)][name] = tensor
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
@@ -222,6 +252,22 @@ def _language_weights(text: dict[str, Any], seed: int) -> dict[str, Any]:
             if name.endswith(("norm.weight", "e_score_correction_bias")):
                 torch.nn.init.uniform_(tensor, *((0.5, 1.5) if "norm" in name else (0.0, 0.2)))
     return dict(model.state_dict())
+
+
+def _packed(name: str, tensor: Any, dtype: Any) -> Iterator[tuple[str, Any]]:
+    """A weight as it is, or of an expert: eight values to an int32, scales and the shape."""
+    import torch
+    from compressed_tensors.compressors.quantized_compressors.pack_quantized import pack_to_int32
+
+    if ".mlp.experts." not in name:
+        yield name, tensor
+        return
+    groups = tensor.detach().float().unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(dim=-1, keepdim=True) / 7).to(dtype).float()
+    values = (groups / scale).round().clamp(-8, 7).flatten(1).to(torch.int8)
+    yield f"{name}_packed", pack_to_int32(values, 4)
+    yield f"{name}_scale", scale[..., 0].to(dtype)
+    yield f"{name}_shape", torch.tensor(tensor.shape)
 
 
 def _vision_weights(seed: int) -> dict[str, Any]:

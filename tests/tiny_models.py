@@ -42,20 +42,22 @@ def make_tiny_llama(path: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a random Llama (8 layers, hidden 64, 4 heads of 32, 2 KV heads) and its tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _write(path, LlamaForCausalLM, LlamaConfig(**_geometry(overrides)), seed)
+    return _write(path, LlamaForCausalLM, LlamaConfig(**geometry(overrides)), seed)
 
 
 def make_tiny_qwen3(path: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a random Qwen3 of the same geometry, with its per-head norms, and its tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return _write(path, Qwen3ForCausalLM, Qwen3Config(**_geometry(overrides)), seed)
+    return _write(path, Qwen3ForCausalLM, Qwen3Config(**geometry(overrides)), seed)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    class_name: str = "PreTrainedTokenizerFast", **options: Any
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 512 tokens, trained on the sentences above; the same every time."""
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -67,12 +69,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator([*QUESTIONS, *ANSWERS, "user assistant system"], trainer)
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer: PreTrainedTokenizerFast = getattr(transformers, class_name)(
         tokenizer_object=bpe,
         bos_token="<|im_start|>",  # noqa: S106
         eos_token="<|im_end|>",  # noqa: S106
         pad_token="<|endoftext|>",  # noqa: S106
         model_max_length=CONTEXT,
+        **options,
     )
     tokenizer.chat_template = CHATML
     return tokenizer
@@ -94,7 +97,8 @@ def write_conversations(path: Path, rows: int, *, first: int = 0) -> Path:
     return path
 
 
-def _geometry(overrides: dict[str, Any]) -> dict[str, Any]:
+def geometry(overrides: dict[str, Any]) -> dict[str, Any]:
+    """The options of a text config of transformers."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -115,16 +119,22 @@ def _geometry(overrides: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def randomise(model: PreTrainedModel) -> None:
+    """Norm weights of exactly one would hide a norm that is applied twice or not at all."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):  # Gemma's are zero, and mean one
+            parameter.data += torch.empty_like(parameter).uniform_(-0.5, 0.5)
+
+
 def _write(path: Path, model_class: type[PreTrainedModel], config: Any, seed: int) -> Path:
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
-        # Norm weights of exactly one would hide a norm that is applied twice or not at all.
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        randomise(model)
     model.to(torch.bfloat16).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return path

@@ -1,84 +1,176 @@
 """The streams of a verifier's decoder layers, taken by forward hooks while a step runs.
 
 A decoder layer of vLLM returns `(hidden, residual)`, and the stream after it is their sum, except
-in families whose layers return the sum already beside the residual (Cohere, EXAONE 4). Which of the
-two it is, is measured: the final norm of the last layer's stream must be what the model returned.
+in families whose layers return the sum already, alone (Granite) or beside the residual (Cohere).
+Which of the two it is, is measured on the first step: the stream after the last layer, through the
+final norm, must be what the model returned.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
-WRAPPED_AS = ("language_model", "thinker", "llm", "model", "decoder", "text_model", "transformer")
-FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm")
+LAYERS = ("layers", "h", "blocks")
+INSIDE = (
+    "language_model", "thinker", "llm", "text_model", "model", "decoder", "transformer", "encoder",
+)  # fmt: skip
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
 MAX_ERROR = 0.02  # relative L2; bf16 noise is below 0.01, a wrong reading is above 0.5
 
-Reading = Callable[[Any, Any], Any]
-READINGS: dict[str, Reading] = {
-    "hidden + residual": lambda hidden, residual: hidden + residual,
+Stream = Callable[[Any, Any], Any]
+READINGS: dict[str, Stream] = {
     "hidden": lambda hidden, residual: hidden.clone(),
+    "hidden + residual": lambda hidden, residual: hidden + residual,
 }
 
 
-def find_decoder(model: Any) -> Any:
-    """The module that holds the decoder layers, found by walking into the wrappers around it."""
-    path, node = [type(model).__name__], model
-    while not hasattr(node, "layers"):
-        step = next((name for name in WRAPPED_AS if hasattr(node, name)), None)
-        if step is None:
-            raise ValueError(f"no decoder layers in {type(model).__name__}; tried {'.'.join(path)}")
-        path, node = [*path, step], getattr(node, step)
-    return node
+def find_decoder(model: Any, num_layers: int) -> tuple[str, Any, Any]:
+    """The module that holds the `num_layers` decoder layers: its path, itself and the layers.
+
+    Only modules that lead to text are entered. Raises ValueError with every path that was tried.
+    """
+    tried = []
+    for path, module in _text_modules(model):
+        children = dict(module.named_children())
+        layers = next((children[name] for name in LAYERS if name in children), None)
+        if layers is not None and len(layers) == num_layers:
+            return path, module, layers
+        tried.append(path if layers is None else f"{path} ({len(layers)} layers)")
+    raise ValueError(
+        f"{type(model).__name__} has no module with {num_layers} decoder layers where they are "
+        f"known to be; tried {', '.join(tried)}"
+    )
+
+
+def _text_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """The model, and the modules in which its decoder may be; what the model names comes first."""
+    root = type(model).__name__
+    yield root, model
+    named = _language_model(model)
+    if named is not None:
+        path = next(name for name, module in model.named_modules() if module is named)
+        yield from _descend(f"{root}.{path}", named)
+    yield from _descend(root, model)
+
+
+def _language_model(model: Any) -> Any:
+    try:
+        named = model.get_language_model()
+    except (AttributeError, NotImplementedError):  # a text model, or one that does not say
+        return None
+    return None if named is model else named
+
+
+def _descend(path: str, module: Any) -> Iterator[tuple[str, Any]]:
+    yield path, module
+    children = dict(module.named_children())
+    for name in INSIDE:
+        if name in children:
+            yield from _descend(f"{path}.{name}", children[name])
+
+
+def _final_norm(path: str, decoder: Any) -> Any:
+    norms = (getattr(decoder, name, None) for name in FINAL_NORMS)
+    norm = next((norm for norm in norms if norm is not None), None)
+    if norm is None:
+        raise ValueError(f"{path} has no final norm; looked for {', '.join(FINAL_NORMS)}")
+
+    def apply(stream: Any) -> Any:
+        normed = norm(stream)
+        return normed[0] if isinstance(normed, tuple) else normed
+
+    return apply
 
 
 class Streams:
     """Takes the stream after each of `layer_ids`, and after the last layer, while `active`.
 
     `taken` has them by layer id, [tokens of the step, hidden] in the model's dtype, on its device.
+    `norm` turns a stream after the last layer into what the model returns for it. `path` and
+    `reading` say where the decoder was found, and how its layers are read once that is measured.
     """
 
-    def __init__(self, model: Any, layer_ids: list[int]) -> None:
+    def __init__(self, model: Any, layer_ids: list[int], num_layers: int) -> None:
         self.active = False  # a warm-up run computes on whatever the memory holds
         self.taken: dict[int, Any] = {}
-        self.read: Reading | None = None
-        decoder = find_decoder(model)
-        norms = (getattr(decoder, name, None) for name in FINAL_NORMS)
-        self.norm = next(norm for norm in norms if norm is not None)
-        self.last = len(decoder.layers) - 1
+        self.reading = ""
+        self.path, decoder, layers = find_decoder(model, num_layers)
+        self.norm = _final_norm(self.path, decoder)
+        self.name = type(model).__name__
+        self.last = num_layers - 1
         for layer_id in {*layer_ids, self.last}:
-            decoder.layers[layer_id].register_forward_hook(self._hook(layer_id))
-        model.register_forward_hook(self._measure)
+            if type(layers[layer_id]).__name__ == "PPMissingLayer":
+                raise ValueError(
+                    f"layer {layer_id} of {self.name} is on another pipeline stage: hidden states "
+                    "are extracted with pipeline_parallel_size=1, use tensor parallelism"
+                )
+            layers[layer_id].register_forward_hook(self._hook(layer_id))
+        model.forward = self._measured(model.forward)
 
     def _hook(self, layer_id: int) -> Callable[..., None]:
         def take(layer: Any, inputs: Any, output: Any) -> None:
             if not self.active:
                 return
-            hidden, residual = output if isinstance(output, tuple) else (output, None)
-            if residual is None:
-                self.taken[layer_id] = hidden.clone()
-            elif self.read is None:
-                self.taken[layer_id] = (hidden.clone(), residual.clone())
+            if layer_id in self.taken:
+                raise ValueError(
+                    f"{self.name} runs layer {layer_id} twice in a step: it has no one stream"
+                )
+            hidden, residual = _pair(output)
+            if self.reading:
+                self.taken[layer_id] = READINGS[self.reading](hidden, residual)
             else:
-                self.taken[layer_id] = self.read(hidden, residual)
+                residual = None if residual is None else residual.clone()
+                self.taken[layer_id] = (hidden.clone(), residual)
 
         return take
 
-    def _measure(self, model: Any, inputs: Any, output: Any) -> None:
-        """Choose the reading whose final norm is what the model returned."""
-        pair = self.taken.get(self.last)
-        if self.read is not None or not isinstance(pair, tuple):
-            return
-        returned = output[0] if isinstance(output, tuple) else output
-        size = returned.float().norm()
-        errors = {
-            name: float((self.norm(read(*pair)) - returned).float().norm() / size)
-            for name, read in READINGS.items()
-        }
-        right = [name for name, error in errors.items() if error <= MAX_ERROR]
-        if not right:
-            raise RuntimeError(
-                f"the decoder layers of {type(model).__name__} cannot be read: the final norm of "
-                f"the last layer's stream is not what the model returns; relative errors {errors}"
+    def _measured(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The model's forward, a hook on which would not run where vLLM replaces `__call__`."""
+
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if self.active and not self.reading:
+                self._measure(output[0] if isinstance(output, tuple) else output)
+            return output
+
+        return run
+
+    def _measure(self, returned: Any) -> None:
+        """Choose the reading whose last stream leads to what the model returned.
+
+        The smallest error wins: a stream that is counted twice is the same after the final norm,
+        but for what its last layer added.
+        """
+        hidden, residual = self.taken[self.last]
+        errors = {}
+        for reading, read in READINGS.items():
+            if reading == "hidden" or residual is not None:
+                stream = read(hidden, residual)
+                errors[reading, "normed"] = _error(self.norm(stream), returned)
+                errors[reading, "raw"] = _error(stream, returned)
+        (reading, returns), error = min(errors.items(), key=lambda item: item[1])
+        if not error <= MAX_ERROR:
+            found = ", ".join(f"{' '.join(key)} {error:.2g}" for key, error in errors.items())
+            raise ValueError(
+                f"hidden states of {self.name} cannot be extracted: its layers' streams are not "
+                f"known, for none leads to what the model returns (relative errors: {found})"
             )
-        self.taken = {k: READINGS[right[0]](*pair) for k, pair in self.taken.items()}
-        if len(right) == 1:
-            self.read = READINGS[right[0]]
+        self.reading = reading
+        self.taken = {k: READINGS[reading](*pair) for k, pair in self.taken.items()}
+        if returns == "raw":  # this model leaves its final norm to compute_logits
+            self.norm = lambda stream: stream
+
+
+def _pair(output: Any) -> tuple[Any, Any]:
+    """What a layer returned as (hidden, residual); other things beside them are not streams."""
+    hidden, *rest = output if isinstance(output, tuple) else (output,)
+    residual = rest[0] if rest else None
+    return hidden, residual if getattr(residual, "shape", None) == hidden.shape else None
+
+
+def _error(ours: Any, returned: Any) -> float:
+    """Relative L2 distance; infinite between tensors of different shapes."""
+    if getattr(returned, "shape", None) != ours.shape:
+        return float("inf")
+    return float((ours - returned).float().norm() / returned.float().norm())

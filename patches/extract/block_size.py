@@ -2,7 +2,7 @@
 
 Symptom  On a CPU: ValueError: No common block size for 16 (first in 0.29.0, whose attention wants
          multiples of 32). On a GPU: attention backends that want other blocks are passed over.
-Cause    The generator asks for blocks of 16. Since vLLM 0.18.1 that is an order: before, the
+Cause    The generator asks for blocks of 16. Since vLLM 0.18.0 that is an order: before, the
          platform and the attention backend could change it.
 Fix      The generator's name `CacheConfig` becomes a function that leaves `block_size` open; the
          size that vLLM chose is read from the KV cache's groups (see extract/scheduler).
@@ -19,7 +19,7 @@ from spec_compat.patching import NEEDED, Patch, Probe, already_fixed
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.18.1"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.18"},
     after=("extract/cache-config",),
 )
 

@@ -6,7 +6,7 @@ Symptom  AttributeError: 'LlamaModel' object has no attribute 'get_input_embeddi
          layers (embedding multipliers, attention scaling) is skipped; layers come back in
          ascending order whatever order was asked for.
 Cause    The worker extension replaces the inner model's forward by a copy of Llama's as it was in
-         vLLM 0.11.0. `get_input_embeddings` became `embed_input_ids` in 0.11.2
+         vLLM 0.11.0. `get_input_embeddings` became `embed_input_ids` in 0.11.1
          (vllm-project/vllm#27583).
 Fix      The model's own forward runs; forward hooks take each layer's stream. Whether that stream
          is `hidden + residual` or `hidden` alone is measured on the first step: the final norm of
@@ -28,7 +28,7 @@ from ._streams import Streams
 
 patch = Patch(
     module="speculators.data_generation.custom_worker",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.2"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11"},
     scope="worker",
     upstream="vllm-project/speculators#279",
 )
@@ -44,7 +44,8 @@ class LayerCapture:
     def __init__(self, runner: Any, layer_ids: list[int], *, keep: bool) -> None:
         self.runner = runner
         self.layer_ids = list(layer_ids) if keep else []
-        self.streams = Streams(runner.model, self.layer_ids)
+        num_layers = runner.model_config.get_num_layers(runner.parallel_config)
+        self.streams = Streams(runner.model, self.layer_ids, num_layers)
         self.partial: dict[str, list[Any]] = {}
         self.complete: dict[str, list[Any]] = {}
         self.last_states: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 Symptom  RuntimeError: State error: sample_tokens() must be called after execute_model() returns
          None. Silent: captured states of all rows of a call stay on the GPU until its end.
-Cause    Since vLLM 0.11.2 `execute_model` leaves sampling to a second call, which the generator of
+Cause    Since vLLM 0.11.1 `execute_model` leaves sampling to a second call, which the generator of
          0.3 does not make.
 Fix      The generator's name `MultiprocExecutor` becomes a subclass that samples after each step
          and fetches the rows which that step completed, by request id. With the sampled tokens the
@@ -14,22 +14,16 @@ Remove when the in-process generator of speculators 0.3 and 0.4 is no longer sup
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, BadRows, Patch, Probe, moved
+from spec_compat.patching import BadRows, Patch
 
 from . import _sink
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.2"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11"},
     upstream="vllm-project/speculators#279",
+    after=("extract/single-reply",),
 )
-
-
-@patch.probe
-def needed(module: ModuleType) -> Probe:
-    if hasattr(module.MultiprocExecutor, "sample_tokens"):
-        return NEEDED
-    return moved("MultiprocExecutor has no sample_tokens")
 
 
 @patch.replace("MultiprocExecutor")

@@ -1,12 +1,13 @@
 """`get_kv_cache_config_from_groups` lost `kv_cache_specs`, and on a CPU it needs vLLM's own limit.
 
-Symptom  TypeError: get_kv_cache_config_from_groups() got an unexpected keyword 'kv_cache_specs'.
-Cause    The argument went away in vLLM 0.12.0. On a CPU the memory that a user grants the KV cache
-         is `VLLM_CPU_KVCACHE_SPACE`, which vLLM keeps in `cache_config.cpu_kvcache_space_bytes`
-         (half of the host's memory when nothing is set), since 0.20.2 in `kv_cache_memory_bytes`;
-         the generator does not ask for it.
-Fix      Arguments that the installed function does not know are dropped; on a CPU the memory is
-         capped by vLLM's limit.
+Symptom  TypeError: get_kv_cache_config_from_groups() got an unexpected keyword 'kv_cache_specs';
+         or, with the generator of 0.4 on vLLM 0.11, that it misses this argument.
+Cause    The argument went away in vLLM 0.12.0; it says what the groups say as well. On a CPU the
+         memory that a user grants the KV cache is `VLLM_CPU_KVCACHE_SPACE`, which vLLM keeps in
+         `cache_config.cpu_kvcache_space_bytes` (half of the host's memory when nothing is set),
+         since 0.20.0 in `kv_cache_memory_bytes`; the generator does not ask for it.
+Fix      The argument is dropped or added, as the installed function wants it; on a CPU the memory
+         is capped by vLLM's limit.
 Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
 """
 
@@ -15,22 +16,15 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, parameters
+from spec_compat.patching import Patch, parameters
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.12"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11"},
     upstream="vllm-project/speculators#225",
 )
 
 LIMITS = ("cpu_kvcache_space_bytes", "kv_cache_memory_bytes")
-
-
-@patch.probe
-def needed(module: ModuleType) -> Probe:
-    if "kv_cache_specs" in parameters(module.get_kv_cache_config_from_groups):
-        return already_fixed("get_kv_cache_config_from_groups takes kv_cache_specs")
-    return NEEDED
 
 
 @patch.replace("get_kv_cache_config_from_groups")
@@ -38,11 +32,17 @@ def kv_cache_config(original: Callable[..., Any], module: ModuleType) -> Callabl
     known = parameters(original)
 
     @wraps(original)
-    def build(*, vllm_config: Any, available_memory: int, **kwargs: Any) -> Any:
+    def build(
+        *, vllm_config: Any, available_memory: int, kv_cache_groups: Any, **kwargs: Any
+    ) -> Any:
+        groups = [(group.layer_names, group.kv_cache_spec) for group in kv_cache_groups]
+        specs = {name: spec for names, spec in groups for name in names}
+        kwargs = {"kv_cache_specs": specs, **kwargs}
         limits = (getattr(vllm_config.cache_config, name, None) for name in LIMITS)
         return original(
             vllm_config=vllm_config,
-            available_memory=min(available_memory, *filter(None, limits)),
+            kv_cache_groups=kv_cache_groups,
+            available_memory=min([available_memory, *filter(None, limits)]),
             **{name: value for name, value in kwargs.items() if name in known},
         )
 

@@ -3,7 +3,7 @@
 Symptom  RuntimeError: Boolean value of Tensor with more than one value is ambiguous.
          Silent: rows are cut in the order they were handed in, whatever order the model runner
          computed them in (vllm-project/speculators#279).
-Cause    Since vLLM 0.11.2 `collective_rpc` with `unique_reply_rank` returns the reply itself, and
+Cause    Since vLLM 0.11.1 `collective_rpc` with `unique_reply_rank` returns the reply itself, and
          the generator of 0.3 takes the first element of it; attribution by request came in 0.4.
 Fix      The reply is a list again, of a sequence of layers out of which a row can be cut only where
          that row begins, and only with the length that it has.
@@ -18,7 +18,7 @@ from spec_compat.patching import Patch
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.4", "vllm": ">=0.11.2"},
+    when={"speculators": ">=0.3,<0.4", "vllm": ">=0.11"},
     upstream="vllm-project/speculators#279",
     after=("extract/executor",),
 )

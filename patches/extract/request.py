@@ -1,7 +1,7 @@
 """A request no longer carries the end token.
 
 Symptom  TypeError: Request.__init__() got an unexpected keyword argument 'eos_token_id'.
-Cause    vLLM moved it into the sampling parameters; `eos_token_id` is gone since vLLM 0.17.1.
+Cause    vLLM moved it into the sampling parameters; `eos_token_id` is gone since vLLM 0.17.0.
 Fix      The generator's name `Request` becomes a function that drops the argument. Nothing is lost:
          the token tells where an answer ends, and a prefill is over after one token in any case.
 Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
@@ -16,7 +16,7 @@ from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, parameters
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.17.1"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.17"},
 )
 
 

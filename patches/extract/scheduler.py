@@ -4,8 +4,8 @@ Symptom  TypeError: Scheduler.__init__() missing 1 required positional argument:
          Silent: with more tokens in a call than the scheduler's budget (8,192), hidden states come
          back that belong to other rows, and the last rows come back short.
          AssertionError on a block size that is not that of the KV cache (first in 0.23.0).
-Cause    `block_size` is required since vLLM 0.11.2; the generator of 0.4 says 16, whatever the KV
-         cache has. Since 0.11.2 chunked prefill is on as well, and the generator of 0.3 aborts
+Cause    `block_size` is required since vLLM 0.11.1; the generator of 0.4 says 16, whatever the KV
+         cache has. Since 0.11.1 chunked prefill is on as well, and the generator of 0.3 aborts
          every request of a step after that step, also one of which only a chunk was computed
          (vllm-project/speculators#279). That of 0.4 aborts none before the end, so that after 32
          rows (the limit on sequences) no further one is scheduled: RuntimeError: Request req_0_32
@@ -21,30 +21,26 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
+from spec_compat.patching import Patch, parameters
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11.2"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11"},
     upstream="vllm-project/speculators#279",
 )
 
 
-@patch.probe
-def needed(module: ModuleType) -> Probe:
-    if "block_size" in parameters(module.Scheduler):
-        return NEEDED
-    return moved("Scheduler takes no block_size")
-
-
 @patch.replace("Scheduler")
 def scheduler(original: type[Any], module: ModuleType) -> type[Any]:
+    known = parameters(original)
+
     class PrefillScheduler(original):  # type: ignore[misc]
         def __init__(self, *, vllm_config: Any, kv_cache_config: Any, **kwargs: Any) -> None:
             block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
             vllm_config.cache_config.block_size = block_size
             kwargs.update(vllm_config=vllm_config, kv_cache_config=kv_cache_config)
-            super().__init__(**{**kwargs, "block_size": block_size})
+            kwargs.update(block_size=block_size)
+            super().__init__(**{name: kwargs[name] for name in kwargs if name in known})
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             computed = [request.request_id for request in self.running]

@@ -3,7 +3,7 @@
 Symptom  ValidationError: 1 validation error for SchedulerConfig, is_encoder_decoder Field required.
          Slow: of 8,192 tokens that a step may have, rows of 50 fill 1,600.
 Cause    vLLM made the field a required init variable (vllm-project/vllm#29859, first in 0.12.0);
-         `async_scheduling` turns itself on when it is left open (first in 0.14.1), which is made
+         `async_scheduling` turns itself on when it is left open (first in 0.14.0), which is made
          for an engine loop that overlaps steps; the generator's loop takes one step at a time.
          The generator allows 32 sequences, a decoder's number; a prefill's cost is its tokens.
 Fix      The generator's name `SchedulerConfig` becomes a function that adds the two arguments

@@ -2,7 +2,7 @@
 
 Symptom  None that is raised: random numbers are not seeded again after the model is loaded, and the
          first step pays for kernels that vLLM tunes before it serves.
-Cause    Up to vLLM 0.26.0 `initialize_from_config` did it at its end; since 0.27.1 the engine core,
+Cause    Up to vLLM 0.26.0 `initialize_from_config` did it at its end; since 0.27.0 the engine core,
          whose place the generator takes, asks for it in a call of its own.
 Fix      The generator's name `MultiprocExecutor` becomes a subclass that makes that call.
 Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
@@ -15,7 +15,7 @@ from spec_compat.patching import NEEDED, Patch, Probe, moved
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
-    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.27.1"},
+    when={"speculators": ">=0.3,<0.5", "vllm": ">=0.27"},
     after=("extract/executor", "extract/kv-cache-layout", "extract/reply-shape"),
 )
 

@@ -5,7 +5,9 @@ after the sentinel is the template's, and what stands there in the real renderin
 Nothing is searched for, so nothing that a turn says can be taken for its border.
 """
 
+import json
 import re
+from copy import copy
 from itertools import count
 from typing import Any
 
@@ -26,6 +28,7 @@ class Template:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.tools = list[Any]()
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special = {*tokenizer.all_special_tokens, *(str(t) for t in added if t.special)}
         self.special = _any_of(special)
@@ -34,11 +37,18 @@ class Template:
         self.end_of_user = self._end_of("user")
         self.end_of_assistant = self._end_of("user", "assistant")
 
+    def offering(self, tools: list[Any]) -> "Template":
+        """The same for a conversation in which these tools are offered."""
+        other = copy(self)
+        other.tools = tools
+        return other
+
     def render(self, messages: list[Message], prompt: bool = False) -> str:
         """The conversation as text; with `prompt`, up to where the assistant is to speak next."""
+        offered = {"tools": self.tools} if self.tools else {}
         try:
             text: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=prompt
+                messages, tokenize=False, add_generation_prompt=prompt, **offered
             )
         except Exception as error:  # the template is a program that came with the model
             raise RowError("the chat template refuses it", str(error)) from error
@@ -53,6 +63,7 @@ class Template:
         text = self.render(messages)
         sentinel = next(s for n in count() if (s := f"SpecCompat{n}Turn") not in text)
         self._check_rendered(messages, sentinel)
+        self._check_tools(messages, text)
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         spans = [self._span(text, messages, turn, sentinel) for turn in turns]
         tokenize = self._by_offsets if self.tokenizer.is_fast else self._by_ids
@@ -119,14 +130,28 @@ class Template:
                 detail = f"turn {turn}, of role {message['role']}, is left out"
                 raise RowError("the chat template does not render every turn once", detail)
 
-    def _check_markers(self, messages: list[Message]) -> None:
+    def _check_tools(self, messages: list[Message], text: str) -> None:
+        """Tools and calls must be in the text as well: many templates know of neither."""
+        reason = "the chat template does not render tools and their calls"
+        if self.tools and self.offering([]).render(messages) == text:
+            raise RowError(reason, "the tools are left out")
         for turn, message in enumerate(messages):
-            for said in filter(None, map(message.get, ("content", "reasoning_content"))):
-                special = self.special.search(said)
-                found = [special[0]] if special else [h for h in self.headers if h in said]
-                if found:
-                    detail = f"turn {turn} contains {found[0]!r}"
-                    raise RowError("its text contains the chat template's own markers", detail)
+            if "tool_calls" in message:
+                silent = {key: value for key, value in message.items() if key != "tool_calls"}
+                if self.render([*messages[:turn], silent, *messages[turn + 1 :]]) == text:
+                    raise RowError(reason, f"the calls of turn {turn} are left out")
+
+    def _check_markers(self, messages: list[Message]) -> None:
+        said = [("the tools", self.tools)] if self.tools else []
+        for turn, message in enumerate(messages):
+            for key in ("content", "reasoning_content", "tool_calls"):
+                said += [(f"turn {turn}", message[key])] if message.get(key) else []
+        for place, what in said:
+            text = what if isinstance(what, str) else json.dumps(what, ensure_ascii=False)
+            special = self.special.search(text)
+            if found := [special[0]] if special else [h for h in self.headers if h in text]:
+                detail = f"{place} contains {found[0]!r}"
+                raise RowError("its text contains the chat template's own markers", detail)
 
     def _headers(self, tokens: re.Pattern[str]) -> list[str]:
         """Role headers that are plain text, such as `[INST]`, rather than special tokens."""

@@ -8,8 +8,9 @@ Symptom  Silent. The token that ends a turn is never trained on. Masks are all z
 Cause    `_detect_assistant_pattern` guesses a regular expression from one rendering.
 Fix      See `_turns.py`. A row for which the mask is not certain is left out and reported: a
          warning counts them by reason, and the file named by SPEC_COMPAT_REPORTED_ROWS gets a JSON
-         object a row: `row` (its number in the source, from 0), `reason`, `detail`. No usable row
-         at all is a ValueError. With `assistant_pattern` speculators' own path runs.
+         object a row: `row` (what its column spec_compat_row says, or its number in the source,
+         from 0), `reason`, `detail`. No usable row at all is a ValueError. With
+         `assistant_pattern` speculators' own path runs.
 Remove when speculators 0.3 and 0.4 are no longer supported.
 """
 
@@ -57,6 +58,8 @@ def load_raw(original: Callable[..., Any], module: ModuleType) -> Callable[..., 
     @wraps(original)
     def load_raw_dataset(*args: Any, **kwargs: Any) -> Any:
         dataset = original(*args, **kwargs)  # which the caller shuffles
+        if ROW in dataset.column_names:
+            return dataset
         return dataset.add_column(ROW, list(range(len(dataset))))
 
     return load_raw_dataset
@@ -120,8 +123,8 @@ def prepare(
     for conversation, offered in zip(conversations, tools, strict=True):
         ids, mask, reason, detail = list[int](), list[int](), "", ""
         try:
-            messages = normalize(conversation, offered, turn_dropout)
-            ids, mask = template.tokens(messages, max_length)
+            messages = normalize(conversation, turn_dropout)
+            ids, mask = template.offering(parsed(offered)).tokens(messages, max_length)
         except RowError as error:
             reason, detail = error.reason, error.detail
         results["input_ids"].append(ids)
@@ -131,7 +134,7 @@ def prepare(
     return results
 
 
-def normalize(conversation: Any, tools: Any, turn_dropout: bool) -> list[Message]:
+def normalize(conversation: Any, turn_dropout: bool) -> list[Message]:
     """The turns as a chat template reads them. Raises RowError.
 
     With `turn_dropout`, as speculators has it: a random number of turns from the start, up to the
@@ -141,8 +144,6 @@ def normalize(conversation: Any, tools: Any, turn_dropout: bool) -> list[Message
         raise RowError("not a list of turns")
     if not conversation:
         raise RowError("an empty conversation")
-    if tools:
-        raise RowError("tools and their calls are not supported", "it has tools")
     wanted = random.randint(1, len(conversation)) if turn_dropout else len(conversation)  # noqa: S311
     messages = list[Message]()
     for turn, raw in enumerate(conversation):
@@ -156,19 +157,52 @@ def _message(turn: int, raw: dict[str, Any]) -> Message:
     role = raw.get("from") or raw.get("role")
     if role not in ROLES:
         raise RowError("a turn of an unknown role", f"turn {turn}: {role!r}")
-    if raw.get("tool_calls"):
-        raise RowError("tools and their calls are not supported", f"turn {turn} has tool_calls")
     said = [raw[key] for key in ("value", "content") if raw.get(key) is not None]
     thought = [raw[key] for key in ("reasoning_content", "thinking") if raw.get(key)]
     for text in (*said, *thought):
         if not isinstance(text, str):
             kind = type(text).__name__
             raise RowError("a turn that is not text", f"turn {turn} is a {kind}")
-    message = {"role": ROLES[role], "content": next(filter(None, said), "")}
+    message: Message = {"role": ROLES[role], "content": next(filter(None, said), "")}
     if thought:  # two names of one thing; a template knows one of them
         message |= {"reasoning_content": thought[0], "thinking": thought[0]}
+    if calls := parsed(raw.get("tool_calls")):
+        message["tool_calls"] = [_call(call) for call in calls]
     extra = {key: raw[key] for key in ("name", "tool_call_id") if raw.get(key)}
     return message | extra
+
+
+def parsed(tools: Any) -> list[Any]:
+    """Tools, or calls of them, from JSON text. Raises RowError.
+
+    As columns, Arrow gives all of them the fields of each.
+    """
+    if not tools:
+        return []
+    reason = "tools and their calls are read as a JSON list in text"
+    if not isinstance(tools, str):
+        raise RowError(reason, f"they are a {type(tools).__name__}")
+    try:
+        found = json.loads(tools)
+    except ValueError as error:
+        raise RowError(reason, str(error)) from error
+    if not isinstance(found, list):
+        raise RowError(reason, f"they are a {type(found).__name__}")
+    return found
+
+
+def _call(call: Any) -> Any:
+    """A call as templates read it and vLLM's server hands it to them: its arguments are no text."""
+    if not isinstance(call, dict):
+        return call
+    if "function" not in call:
+        call = {"type": "function", "function": call}
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def report(log: Any, reported: list[dict[str, Any]], total: int) -> None:

@@ -1,24 +1,26 @@
-"""Targets are computed without the verifier's final norm.
+"""Targets are computed without the verifier's final norm, or with a norm of another kind.
 
-Symptom  None: training reports a high accuracy (50.8 % at step 0 for SmolLM2-135M) and vLLM accepts
-         next to nothing of what the head proposes (0.4 %).
-Cause    The last captured state is taken before the final norm, and 0.3.0 feeds it to the
-         verifier's lm_head as it is (vllm-project/speculators#313, fixed in 0.4.0).
-Fix      The verifier's own norm module, with its class, epsilon and weight, runs before lm_head.
-Remove when speculators 0.3 is no longer supported.
+Symptom  None: training reports a high accuracy (0.3.0: 50.8 % at step 0 for SmolLM2-135M) and vLLM
+         accepts next to nothing of what the head proposes (0.4 %).
+Cause    The last captured state is taken before the final norm. 0.3 feeds it to the verifier's
+         lm_head as it is (vllm-project/speculators#313). 0.4 has a norm, but always Llama's, which
+         for verifiers of the Gemma kind (they scale by 1 + weight) is another function; and where
+         it finds no weight it warns, and goes on with ones.
+Fix      The verifier's own norm module, with its class, epsilon and weight, runs before lm_head. No
+         weight is an error.
+Remove when speculators 0.3 and 0.4 are no longer supported.
 """
 
 from collections.abc import Callable
 from functools import wraps
-from inspect import unwrap
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, Patch, Probe, already_fixed
+from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, moved
 
 patch = Patch(
     module="speculators.models.eagle3.core",
-    when={"speculators": ">=0.3,<0.4"},
+    when={"speculators": ">=0.3,<0.5"},
     upstream="vllm-project/speculators#313",
     after=("train/verifier-weights",),
 )
@@ -28,18 +30,26 @@ NORM_WEIGHT = "model.norm.weight"
 
 @patch.probe
 def needed(module: ModuleType) -> Probe:
-    if "verifier_norm" in unwrap(module.Eagle3DraftModel.forward).__code__.co_names:
-        return already_fixed("the forward applies verifier_norm")
+    names = module.Eagle3DraftModel._setup_embeddings_and_lm_heads.__code__.co_names
+    if "verifier_lm_head" not in names:
+        return moved("the verifier's lm_head is not set up there")
+    if "verifier_norm" in names and "_model_definitions" not in names:
+        return already_fixed("the verifier's norm is not the draft's")
     return NEEDED
 
 
 @patch.replace("Eagle3DraftModel._setup_embeddings_and_lm_heads")
 def setup(original: Callable[..., None], module: ModuleType) -> Callable[..., None]:
     @wraps(original)
-    def _setup_embeddings_and_lm_heads(self: Any, config: Any, t2d: Any) -> None:
-        original(self, config, t2d)
+    def _setup_embeddings_and_lm_heads(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        # Before the original, which only warns.
+        norm = final_norm(module, config.name_or_path)
+        original(self, config, *args, **kwargs)
+        if hasattr(self, "verifier_norm"):
+            self.verifier_norm = norm
+            return
         head = self.verifier_lm_head
-        head.norm = final_norm(module, config.name_or_path)
+        head.norm = norm
         head.register_forward_pre_hook(lambda head, inputs: (head.norm(inputs[0]), *inputs[1:]))
 
     return _setup_embeddings_and_lm_heads

@@ -54,7 +54,7 @@ def load(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]
             if name is None and (quantised := named_like(wanted, there)):
                 raise ValueError(f"{model_path}: {quantised} is quantised, {wanted} is not there")
         found = {wanted: name for wanted, name in written.items() if name}
-        tensors = original(sorted(set(found.values())), model_path)
+        tensors = original(sorted(set(found.values())), model_path) if found else {}
         for name, tensor in tensors.items():
             if str(tensor.dtype) not in PLAIN:
                 raise ValueError(f"{model_path}: {name} is {tensor.dtype}, which needs a scale")

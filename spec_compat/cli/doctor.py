@@ -56,7 +56,7 @@ def examine(environment: Environment, planned: tuple[Planned, ...]) -> Findings:
 
 def _pins(environment: Environment) -> list[str]:
     """A line for each package that is not what the installed vLLM asks for."""
-    vllm = _known("vllm", environment)
+    vllm = support().counts_as("vllm", environment)
     row = support().row("vllm", vllm) if vllm else {}
     wanted = {
         "torch": f"=={row['torch_cuda' if _wheel(environment) == 'vllm' else 'torch']}"
@@ -71,11 +71,6 @@ def _pins(environment: Environment) -> list[str]:
     ]
 
 
-def _known(package: str, environment: Environment) -> str | None:
-    release = environment.releases.get(package)
-    return support().known(package, release.version) if release and release.version else None
-
-
 def _wheel(environment: Environment) -> str:
     """The distribution that vLLM came from; the CUDA wheel where that is not known."""
     release = environment.releases.get("vllm")
@@ -86,8 +81,8 @@ def installation(environment: Environment) -> list[str]:
     """What pip does not do by itself for the installed pair, and the lines that do it."""
     known = support()
     newest = max((row for row in known.run if row["passed"]), key=lambda row: Version(row["vllm"]))
-    speculators, vllm = (_known(name, environment) or newest[name] for name in LINES)
-    said = known.disagreements(speculators, vllm)
+    speculators, vllm = (known.counts_as(name, environment) or newest[name] for name in LINES)
+    said = known.disagreements(speculators, vllm, _wheel(environment))
     lines = known.install_lines(speculators, vllm, _wheel(environment))
     names = f"speculators {speculators} and vllm {vllm}"
     return [*said, f"{names} are installed beside each other by", *(f"  {line}" for line in lines)]
@@ -153,6 +148,8 @@ def _print(environment: Environment, planned: tuple[Planned, ...], found: Findin
     console.print(patches)
     print(f"{PLUGINS}: {_plugins()}")
     print(f"entry point: {'visible' if _entry_point_is_visible() else 'not visible'} to vLLM")
+    if pair := support().installed(environment):
+        print(pair)
     print("\n".join(installation(environment)))
     for kind, lines in (("warning", found.warnings), ("problem", found.problems)):
         for line in lines:

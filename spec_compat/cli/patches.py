@@ -5,15 +5,20 @@ from __future__ import annotations
 import inspect
 import json
 
+from packaging.version import Version
 from rich.console import Console
 from rich.table import Column, Table
 
 from spec_compat import registry, versions
+from spec_compat.patching import Patch
+from spec_compat.support import LINES, support
+from spec_compat.versions import matches
 
 
 def list_all(as_json: bool) -> None:
     """Every patch, and whether it applies to the releases that are installed."""
-    planned = registry.plan(versions.detect())
+    environment = versions.detect()
+    planned = registry.plan(environment)
     if as_json:
         rows = [
             {
@@ -35,6 +40,8 @@ def list_all(as_json: bool) -> None:
         applies = "yes" if item.applies else "no"
         table.add_row(item.patch.id, item.patch.scope, item.patch.severity, applies, item.reason)
     Console().print(table)
+    if pair := support().installed(environment):
+        print(pair)
 
 
 def show(patch_id: str) -> None:
@@ -45,7 +52,18 @@ def show(patch_id: str) -> None:
     print(inspect.cleandoc(patch.doc))
     print(f"\ntarget   {patch.target}")
     print(f"when     {', '.join(f'{name} {spec}' for name, spec in patch.when.items())}")
+    print(f"releases {_releases(patch)}")
     print(f"scope    {patch.scope}, {patch.severity}")
     if patch.upstream:
         print(f"upstream {patch.upstream}")
     print(f"here     {'applies' if item.applies else 'does not apply'}: {item.reason}")
+
+
+def _releases(patch: Patch) -> str:
+    """The known releases that the patch's specifiers name, oldest and newest of each package."""
+    parts = []
+    for package in LINES:
+        known = map(Version, support().releases(package))
+        named = [v for v in known if matches(v, patch.when.get(package, ""))]
+        parts.append(f"{package} {named[0]} to {named[-1]}" if named else f"no {package} known")
+    return ", ".join(parts)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from spec_compat import versions
 from spec_compat.errors import UserError
-from spec_compat.pipeline import config, manifest, runner
+from spec_compat.pipeline import check_head, config, gpus, manifest, runner
 from spec_compat.pipeline import plan as plans
 from spec_compat.pipeline.display import Display, closing_tables, size
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
@@ -77,6 +77,9 @@ def _print_plan(console: Console, plan: Plan, stages: tuple[Stage, ...]) -> None
         f"{', '.join(verifier.architectures)}: {verifier.num_layers} layers, hidden size "
         f"{verifier.hidden_size}, {verifier.vocab_size:,} tokens",
     )
+    if weights := gpus.weight_bytes(options.model):
+        each = size(weights // options.tensor_parallel_size)
+        line("", f"{size(weights)} of weights, {each} for each of its workers")
     for dataset in plan.datasets:
         check = plan.checks.get(dataset.name)
         line("data", dataset.source)
@@ -95,11 +98,31 @@ def _print_plan(console: Console, plan: Plan, stages: tuple[Stage, ...]) -> None
     line("layers", ", ".join(map(str, options.layer_ids)))
     line("row", f"up to {options.seq_length:,} tokens, {verifier.bytes_per_token:,} bytes each")
     line("draft", f"{options.draft_vocab_size:,} tokens, {options.num_layers} layer(s)")
+    if options.draft_heads is not None:
+        line(
+            "",
+            f"{options.draft_heads} heads of {options.draft_head_dim}, {options.draft_kv_heads} of "
+            f"keys and values, MLP of {options.draft_intermediate_size}",
+        )
     line("training", f"{options.epochs} epochs, {options.ttt_steps} TTT steps, lr {options.lr:g}")
     line("output", options.output)
+    for problem in _serving_problems(plan):
+        line("serving", problem)
 
 
 def _print_head(console: Console, plan: Plan) -> None:
     head = Layout(plan.config.output).head
     console.print(f"\nThe head is in {head}. To serve it:", highlight=False, soft_wrap=True)
-    console.print(f"  vllm serve {head}", markup=False, highlight=False, soft_wrap=True)
+    trust = " --trust-remote-code" if plan.config.trust_remote_code else ""
+    console.print(f"  vllm serve {head}{trust}", markup=False, highlight=False, soft_wrap=True)
+    for problem in _serving_problems(plan):
+        console.print(f"  note: {problem}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _serving_problems(plan: Plan) -> list[str]:
+    """Why the installed vLLM cannot serve a head for this verifier on GPUs."""
+    release = versions.detect().releases.get("vllm")
+    architectures = list(plan.verifier.architectures)
+    if release is None or release.version is None or not architectures:
+        return []
+    return check_head.serving_problems(architectures, release.version, on_cpu=False)

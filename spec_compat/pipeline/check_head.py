@@ -114,11 +114,9 @@ def verifier_problems(config: Mapping[str, Any]) -> list[str]:
     except UserError as error:
         return [f"the verifier cannot be read: {str(error).removeprefix('--model ')}"]
     theirs = whole.get("text_config", whole)
-    ours, found = config["transformer_layer_config"], []
-    # Latent attention (MLA) has no head that a Llama layer could be like.
-    width = () if theirs.get("kv_lora_rank") else ("head_dim",)
-    for key in ("vocab_size", "hidden_size", *width, "rope_theta", "rope_scaling"):
-        own, other = (_field(layer, key) for layer in (ours, theirs))
+    ours, found = _inherited(config["transformer_layer_config"]), []
+    for key, other in _inherited(theirs).items():
+        own = ours[key]
         # A config.json may rely on its class's default.
         if own != other and not (other is None and key != "rope_scaling"):
             found.append(f"{key} is {own}, the verifier's is {other}")
@@ -185,8 +183,11 @@ def _missing(config: dict[str, Any]) -> list[str]:
 def _config_problems(config: dict[str, Any]) -> Iterator[str]:
     if config["speculators_model_type"] != "eagle3":
         yield f"speculators_model_type is {config['speculators_model_type']}, not eagle3"
-    if config["transformer_layer_config"]["model_type"] != "llama":
+    layer = config["transformer_layer_config"]
+    if layer["model_type"] != "llama":
         yield "transformer_layer_config is not of model_type llama"
+    if (activation := layer.get("hidden_act", "silu")) != "silu":
+        yield f"hidden_act is {activation}, vLLM's Llama layer knows silu alone"
     ids = config["eagle_aux_hidden_state_layer_ids"]
     if len(ids) != AUX_LAYERS or ids != sorted(set(ids)):
         yield f"eagle_aux_hidden_state_layer_ids is {ids}, not {AUX_LAYERS} ascending layers"
@@ -251,14 +252,32 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     return shapes
 
 
-def _field(layer: Mapping[str, Any], key: str) -> Any:
-    """A field of a layer's config, wherever this release of transformers writes it."""
-    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
-    rope = verifier.head_rope_scaling(rope) or {}
-    theta = layer.get("rope_theta", rope.pop("rope_theta", None))
-    if key == "rope_theta":
-        return theta
-    if key == "rope_scaling":
-        rope.setdefault("rope_type", "default")
-        return None if rope["rope_type"] == "default" else rope
-    return layer.get(key)
+def _inherited(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """What a head's layer has of the verifier's."""
+    theta, scaling = rope(layer)
+    fields = {key: layer.get(key) for key in ("vocab_size", "hidden_size")}
+    return {**fields, "rope_theta": theta, "rope_scaling": scaling}
+
+
+def rope(layer: Mapping[str, Any]) -> tuple[float | None, dict[str, Any] | None]:
+    """Base and scaling of a layer's rotary embedding, wherever a release of transformers has them.
+
+    The scaling is one that a Llama layer has the same of in transformers and in vLLM: None for the
+    default, and without what is for images, for a part of the head or for latent attention.
+    """
+    written = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    # One for each kind of layer: the head's attention is full.
+    found = dict(written.get("full_attention", written))
+    theta = found.pop("rope_theta", None) or layer.get("rope_theta")
+    kind = found.pop("type", None)
+    kind = found.pop("rope_type", None) or kind
+    for key in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):
+        found.pop(key, None)
+    if kind in (None, "default", "mrope"):
+        return theta, None
+    if kind == "yarn":
+        # transformers would scale the attention by these two; vLLM does so for DeepSeek alone.
+        for key in ("mscale", "mscale_all_dim"):
+            found.pop(key, None)
+        found.setdefault("original_max_position_embeddings", layer.get("max_position_embeddings"))
+    return theta, {**found, "rope_type": "longrope" if kind == "su" else kind}

@@ -115,6 +115,15 @@ class RunConfig(BaseModel):
     on_full_disk: Literal["pause", "stop"] = _option(
         "pause", None, "Where space runs out: pause until there is some, or stop."
     )
+    server_url: str = _option(
+        "http://localhost:8000", None, "Where a vLLM server may be holding the GPUs."
+    )
+    stop_server_cmd: str | None = _option(
+        None, None, "Shell command that stops that server before the GPUs are needed."
+    )
+    restart_server_cmd: str | None = _option(
+        None, None, "Shell command that starts it again at the end, also after a failure."
+    )
 
     draft_vocab_size: int | None = _option(
         None,

@@ -68,6 +68,11 @@ def check(path: Path) -> FileCheck:
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a .jsonl file, or of a .json file that is a list. Raises UserError."""
+    return (record for _, record in numbered(path))
+
+
+def numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows with their line, or in a list with their place, from 1. Raises UserError."""
     try:
         with path.open("rb") as stream:
             if path.suffix == ".json" and _starts_with_list(stream.read(4096)):
@@ -76,7 +81,7 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
             stream.seek(0)
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield _parse(line, f"{path}:{number}")
+                    yield number, _parse(line, f"{path}:{number}")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
 
@@ -87,9 +92,13 @@ def turns(record: dict[str, Any]) -> Turns:
     if not isinstance(raw, list):
         raise UnusableError("no list under conversations or messages")
     conversation = [_turn(turn) for turn in raw]
-    if not any(turn["from"] in ASSISTANT and turn["value"].strip() for turn in conversation):
+    if not any(turn["from"] in ASSISTANT and _speaks(turn) for turn in conversation):
         raise UnusableError("no answer of an assistant")
     return conversation
+
+
+def _speaks(turn: dict[str, Any]) -> bool:
+    return bool(turn["value"].strip() or turn.get("tool_calls"))
 
 
 def _turn(turn: Any) -> dict[str, Any]:
@@ -117,7 +126,7 @@ def _starts_with_list(head: bytes) -> bool:
     return head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
-def _list_records(path: Path) -> Iterator[dict[str, Any]]:
+def _list_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
@@ -127,7 +136,7 @@ def _list_records(path: Path) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise UserError(f"{path}: row {number} is not a JSON object")
-        yield row
+        yield number, row
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:

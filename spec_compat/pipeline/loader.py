@@ -1,27 +1,45 @@
-"""Feeds the trainer: batches of whole rows, read by worker processes."""
+"""Feeds the trainer: batches of whole rows, read by worker processes, made whole on the device.
+
+Rows are mapped into memory and copied once, in the dtype in which they are stored, into the batch;
+what the draft head is given, float32 with noise, is made of it where the head is.
+"""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
-from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
+from speculators.train.data import create_collate_fn, shift_batch
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
+from spec_compat.pipeline import storage
 from spec_compat.pipeline.stage import Job
 
-PREFETCH_FACTOR = 4
+MAX_WORKERS = 12
+MAX_PREFETCH = 4
+# Shares of the free memory, and of what /dev/shm takes, that batches in waiting may fill.
+OF_MEMORY, OF_SHARED = 0.5, 0.8
+SHARED = Path("/dev/shm")  # noqa: S108
+STATES, LAST = "hidden_states", "verifier_last_hidden_states"
+
+Batch = dict[str, Any]
+# A row's small tensors, and those places of its states which belong beside them.
+Item = tuple[Batch, storage.Row]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Files of one half of the split, with their lengths in tokens."""
+    """The rows of one half of the split, by their `data_{i}.pt`, with their lengths in tokens."""
 
     files: list[Path]
     lengths: list[int]
@@ -29,33 +47,144 @@ class Rows:
 
 def loader(
     job: Job, rows: Rows, total_seq_len: int, world_size: int, rank: int, noise: Any
-) -> DataLoader[Any]:
-    """Batches of whole rows, packed to `total_seq_len` tokens; the same for the same seed."""
-    workers = job.config.num_workers
-    if workers is None:
-        workers = min(12, len(os.sched_getaffinity(0)))
-    dataset = Eagle3SampleFileDataset(
-        total_seq_len, file_list=[str(file) for file in rows.files], transform=noise
-    )
+) -> Batches:
+    """Batches of whole rows, packed to `total_seq_len` tokens; the same for the same seed.
+
+    `noise.transform(hidden_states)` is applied on the device; None adds none.
+    """
+    batch_bytes = total_seq_len * _token_bytes(rows.files[0])
+    workers, prefetch = room(batch_bytes, job.config.num_workers, world_size)
     generator = torch.Generator().manual_seed(job.config.seed + rank)
-    return DataLoader(
-        dataset,
+    batches = DataLoader(
+        RowDataset(rows.files),
         batch_sampler=MultipackDistributedBatchSamplerV2(
             batch_max_length=total_seq_len,
-            # The dataset guesses lengths from file sizes; a guess too low cuts the last row off.
+            # speculators guesses lengths from file sizes; a guess too low cuts the last row off.
             lengths=rows.lengths,
             num_replicas=world_size,
             rank=rank,
             seed=job.config.seed,
         ),
         num_workers=workers,
-        prefetch_factor=PREFETCH_FACTOR if workers else None,
+        prefetch_factor=prefetch if workers else None,
         pin_memory=torch.cuda.is_available(),
-        collate_fn=create_collate_fn(total_seq_len),
-        # Workers that live for one epoch are seeded by the generator, whose state a checkpoint has:
-        # a resumed epoch gets the noise that it would have had.
+        collate_fn=Collate(total_seq_len),
         generator=generator,
     )
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else "cpu"
+    return Batches(batches, torch.device(device), noise)
+
+
+def room(batch_bytes: int, workers: int | None, ranks: int) -> tuple[int, int]:
+    """Worker processes of a rank, and the batches that each may have ready, in the memory there is.
+
+    A batch in waiting lies in shared memory, and once more while it is collected.
+    """
+    shared = shutil.disk_usage(SHARED).free if SHARED.is_dir() else psutil.virtual_memory().free
+    free = min(OF_MEMORY * psutil.virtual_memory().available, OF_SHARED * shared)
+    batches = int(free / ranks / (2 * batch_bytes))
+    if workers is None:
+        workers = min(MAX_WORKERS, max(1, len(os.sched_getaffinity(0)) // ranks), batches)
+    return workers, max(1, min(MAX_PREFETCH, batches // max(1, workers)))
+
+
+def _token_bytes(file: Path) -> int:
+    row = storage.load(file)
+    states = [*row["hidden_states"], *row.get("scales", ())]
+    return int(sum(part.nbytes for part in states)) // len(row["input_ids"]) + 40
+
+
+class RowDataset(Dataset[Item]):  # type: ignore[misc]
+    """The rows as they are stored, mapped; speculators decides which places go together."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = [str(file) for file in files]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> Item:
+        row = storage.load(Path(self._files[index]))
+        length = len(row["input_ids"])
+        places = torch.arange(length)
+        ids = {name: row[name] for name in ("input_ids", "loss_mask")}
+        small = {"lengths": torch.tensor([length]), "position_ids": places}
+        return shift_batch({**ids, **small, STATES: places, LAST: places}), row
+
+
+class Collate:
+    """Packs rows into a batch of `length` tokens, the last of them cut or the rest left zero."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._small = create_collate_fn(length)
+
+    def __call__(self, items: list[Item]) -> Batch:
+        batch: Batch = self._small([small for small, _row in items])
+        batch[STATES] = self._pack([(s[STATES], row, slice(None, -1)) for s, row in items])
+        batch[LAST] = self._pack([(s[LAST], row, slice(-1, None)) for s, row in items])
+        return batch
+
+    def _pack(self, parts: list[tuple[Tensor, storage.Row, slice]]) -> Tensor:
+        """[1, length, width] of the chosen layers side by side; see `unpack` for scaled ones."""
+        columns = [_columns(row, layers) for _places, row, layers in parts]
+        width = sum(column.shape[-1] for column in columns[0])
+        packed = torch.empty(1, self._length, width, dtype=columns[0][0].dtype)
+        if torch.utils.data.get_worker_info() is not None:
+            packed.share_memory_()
+        begin = 0
+        for (places, _row, _layers), row_columns in zip(parts, columns, strict=True):
+            end = min(self._length, begin + len(places))
+            if end > begin:
+                here = slice(int(places[0]), int(places[0]) + end - begin)
+                torch.cat([c[here] for c in row_columns], dim=-1, out=packed[0, begin:end])
+            begin = end
+        packed[0, begin:] = 0
+        return packed
+
+
+def _columns(row: storage.Row, layers: slice) -> list[Tensor]:
+    """What lies side by side for each token: states, or the bytes of states and their scales."""
+    if "scales" not in row:
+        states: list[Tensor] = row["hidden_states"][layers]
+        return states
+    scales = [scale[:, None].view(torch.uint8) for scale in row["scales"][layers]]
+    return [*(layer.view(torch.uint8) for layer in row["hidden_states"][layers]), *scales]
+
+
+def unpack(packed: Tensor, layers: int) -> Tensor:
+    """float32 [..., layers * hidden] of a packed tensor; of bytes the last 4 a layer are scales."""
+    if packed.dtype != torch.uint8:
+        return packed.float()
+    scales = packed[..., -4 * layers :].contiguous().view(torch.float32)
+    states = packed[..., : -4 * layers].contiguous().view(storage.FP8).float()
+    whole: Tensor = (states.unflatten(-1, (layers, -1)) * scales[..., None]).flatten(-2)
+    return whole
+
+
+class Batches:
+    """A loader's batches on the device, as the draft head takes them; else it is that loader."""
+
+    def __init__(self, batches: DataLoader[Item], device: torch.device, noise: Any) -> None:
+        self._batches = batches
+        self._device = device
+        self._noise = noise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._batches:
+            there = {k: v.to(self._device, non_blocking=True) for k, v in batch.items()}
+            there[STATES] = unpack(there[STATES], 3)
+            there[LAST] = unpack(there[LAST], 1)
+            if self._noise is not None:
+                there[STATES] = self._noise.transform(there[STATES])
+            yield there
 
 
 def seed_everything(seed: int) -> None:

@@ -30,6 +30,8 @@ from spec_compat.pipeline.stage import Job, Result
 # Fewer rows than this are tokenized sooner by one process than by several that must be started.
 ROWS_PER_PROCESS = 2000
 BATCH = 1000
+# By this column the patch prepare/loss-mask names the rows that it reports.
+ROW = "spec_compat_row"
 # Rows of this dataset have `conversations` already.
 DATASET_CONFIGS.setdefault(
     "open-perfectblend",
@@ -115,14 +117,14 @@ def _write_conversations(source: Path, target: Path, events: Events) -> Counter[
     """Write what speculators reads: one list of `conversations` a row."""
     counts: Counter[str] = Counter()
     with target.open("w", encoding="utf-8") as stream:
-        for record in conversations.records(source):
+        for number, record in conversations.numbered(source):
             try:
                 turns = conversations.turns(record)
             except conversations.UnusableError:
                 counts["dropped"] += 1
                 continue
             counts["conversations"] += 1
-            row: dict[str, Any] = {"conversations": turns}
+            row: dict[str, Any] = {"conversations": turns, ROW: number}
             if tools := record.get("tools"):
                 row["tools"] = conversations.text(tools)
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -19,6 +19,7 @@ from spec_compat.pipeline import atomic, disk
 from spec_compat.pipeline import manifest as manifests
 from spec_compat.pipeline.display import Display
 from spec_compat.pipeline.events import Event, channel
+from spec_compat.pipeline.gpus import Room
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest, StageRecord
 from spec_compat.pipeline.plan import Plan
@@ -27,7 +28,7 @@ from spec_compat.report import Report
 # Set for every stage unless the user has set them.
 ENVIRONMENT = {
     # vLLM's workers must not inherit the driver's CUDA context and threads.
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -71,14 +72,15 @@ def _run(plan: Plan, display: Display, first: Stage | None, last: Stage | None) 
     layout = Layout(plan.config.output)
     stages = selected(first, last)
     _earlier(plan, layout, stages, first)  # once before the lock, which makes the directory
-    with manifests.locked(layout) as lock, _interruptible():
+    room = Room(plan.config, lambda text: display.event({"event": "note", "text": text}))
+    with manifests.locked(layout) as lock, _interruptible(), room:
         earlier = _earlier(plan, layout, stages, first)
         manifest = earlier or manifests.begin(plan)
         manifest.options = plan.config.model_dump(mode="json")
         manifest.sources = plan.sources
         manifest.save(layout)
         for stage in stages:
-            _run_stage(stage, plan, manifest, layout, display, lock)
+            _run_stage(stage, plan, manifest, layout, display, room, lock)
     return manifest
 
 
@@ -98,7 +100,13 @@ def _earlier(
 
 
 def _run_stage(
-    stage: Stage, plan: Plan, manifest: Manifest, layout: Layout, display: Display, lock: int
+    stage: Stage,
+    plan: Plan,
+    manifest: Manifest,
+    layout: Layout,
+    display: Display,
+    room: Room,
+    lock: int,
 ) -> None:
     reason = manifests.fault(manifest, plan, layout, stage)
     if reason is None:
@@ -116,6 +124,7 @@ def _run_stage(
     manifest.stages[stage] = record
     manifest.save(layout)
     display.start(stage)
+    room.make(stage)
     begun = time.monotonic()
     for name, value in _process(stage, plan, layout, display, lock).items():
         setattr(record, name, value)

@@ -184,9 +184,9 @@ def _gap(plain: list[int], drafted: list[int], logprobs: list[dict[str, float]])
 
 def _question(layout: Layout, file: Path) -> list[int]:
     """The token ids of a held-out row up to the first that is trained on."""
-    import torch
+    from spec_compat.pipeline import storage
 
-    row = torch.load(layout.root / file, mmap=True, weights_only=True)
+    row = storage.load(layout.root / file)
     first = int(row["loss_mask"].argmax())
     ids: list[int] = row["input_ids"][:first].tolist()
     return ids

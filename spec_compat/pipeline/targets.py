@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.verifier import language_model
+from spec_compat.pipeline.verifier import text_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NORM, HEAD, EMBEDDINGS = "norm.weight", "lm_head.weight", "embed_tokens.weight"
@@ -30,10 +31,10 @@ class Verifier:
     """The verifier's final norm and its whole lm_head, [vocabulary, hidden] in its own dtype."""
 
     def __init__(self, model: str, trust_remote_code: bool = False) -> None:
-        config, create = language_model(model, trust_remote_code)
+        config = text_config(model, trust_remote_code)
         config.num_hidden_layers = 1
         with torch.device("meta"):
-            skeleton = create(config)
+            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         tensors = _tensors(model)
         self.norm = skeleton.model.norm
         self.norm.load_state_dict({"weight": tensors[NORM].float()}, assign=True)
@@ -67,10 +68,7 @@ def check(model: Any, verifier: Verifier, states: Tensor) -> None:
     UserError where they differ: no final norm or another one, d2t and t2d out of step, or the
     lm_head of another model.
     """
-    with torch.no_grad():
-        # 0.4 has the norm beside the head, 0.3 gets it as a part of it.
-        norm = getattr(model, "verifier_norm", torch.nn.Identity())
-        drafts = model.verifier_lm_head(norm(states.float())).argmax(dim=-1)
+    drafts = trained_on(model, states).argmax(dim=-1)
     found = drafts + model.d2t[drafts]
     agreement = float((found == verifier.tokens(states, model.t2d)).float().mean())
     if agreement < AGREEMENT:
@@ -79,6 +77,15 @@ def check(model: Any, verifier: Verifier, states: Tensor) -> None:
             f"{len(states)} positions; is a patch of the train stage disabled, or the mapping "
             "not the map stage's?"
         )
+
+
+def trained_on(model: Any, states: Tensor) -> Tensor:
+    """The logits that the trainer has for targets, float [n, draft], of last states [n, hidden]."""
+    # 0.4 has the norm beside the head, 0.3 gets it as a part of it.
+    norm = getattr(model, "verifier_norm", torch.nn.Identity())
+    with torch.no_grad():
+        logits: Tensor = model.verifier_lm_head(norm(states.float()))
+    return logits
 
 
 def acceptance(
@@ -90,11 +97,10 @@ def acceptance(
     compute_accuracy) with three differences, each of which brings them nearer to what a server
     counts as vllm:spec_decode_num_accepted_tokens_per_pos over num_drafts at temperature 0:
     positions of all batches weigh the same, where speculators averages batches of different size;
-    the sum runs over positions that are trainable at the start of the draft and at the token in
-    question, within one row; and a drafted token is right if it is the verifier's choice among all
-    its tokens, not among those that can be drafted. The expected acceptance length of a chain,
-    tokens per step of the verifier, is 1 + their sum: the verifier's own token, and each drafted
-    one that it accepts with all before it.
+    the sum runs over drafts that a server makes, see `chain`; and a drafted token is right if it is
+    the verifier's choice among all its tokens, not among those that can be drafted. The expected
+    acceptance length of a chain, tokens per step of the verifier, is 1 + their sum: the verifier's
+    own token, and each drafted one that it accepts with all before it.
     """
     device = next(model.parameters()).device
     counts = torch.zeros(2, ttt_steps, dtype=torch.float64, device=device)
@@ -116,16 +122,20 @@ def chain(tokens: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Ten
     """Positions at which a chain holds up to each step, and those counted, int64 [2, steps].
 
     `tokens`, [steps, n], has what was drafted at each position for each step ahead of it; `right`,
-    `mask` and `positions`, [n], are of the packed rows, each row's positions consecutive.
+    `mask` and `positions`, [n], are of the packed rows: the verifier's choice at a position,
+    whether it stands for a token of the assistant, and its place in its row.
+
+    A draft counts as far as it stays within one turn. It begins after a token of that turn, which
+    the verifier has sampled: no server drafts the first token of a turn.
     """
     counts = torch.zeros(2, len(tokens), dtype=torch.long, device=tokens.device)
-    holds = mask
+    counted = mask & torch.cat([mask.new_zeros(1), mask[:-1] & (positions.diff() == 1)])
+    holds = counted
     for step, drafted in enumerate(tokens):
         length = len(right) - step
-        same_row = positions[step:] - positions[:length] == step
-        counted = mask[:length] & mask[step:] & same_row
-        holds = holds[:length] & (drafted[:length] == right[step:])
-        counts[0, step] = (holds & counted).sum()
+        counted = counted[:length] & mask[step:] & (positions[step:] - positions[:length] == step)
+        holds = holds[:length] & counted & (drafted[:length] == right[step:])
+        counts[0, step] = holds.sum()
         counts[1, step] = counted.sum()
     return counts
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, LlamaConfig
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, check_head, checkpoints, targets
+from spec_compat.pipeline import atomic, check_head, checkpoints, storage, targets
 from spec_compat.pipeline.config import MASK_BLOCK, ResolvedConfig
 from spec_compat.pipeline.events import Events
 from spec_compat.pipeline.layout import Layout
@@ -30,7 +30,6 @@ from spec_compat.pipeline.loader import Rows, loader, seed_everything
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.rows import LENGTHS
 from spec_compat.pipeline.stage import Job, Result
-from spec_compat.pipeline.verifier import head_rope_scaling
 
 # Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
 BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -59,8 +58,8 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     if is_distributed:
         torch.distributed.barrier()
     seed_everything(config.seed)
-    model = draft_head(job)
     verifier = targets.Verifier(config.model, config.trust_remote_code)
+    model = draft_head(job)
     if rank == 0:
         targets.check(model, verifier, _last_states(train.files[:CHECKED_ROWS]))
     train_loader = loader(
@@ -127,7 +126,7 @@ def batch_tokens(lengths: list[int]) -> int:
 
 
 def _last_states(files: list[Path]) -> torch.Tensor:
-    rows = (torch.load(file, mmap=True, weights_only=True) for file in files)
+    rows = (storage.decoded(storage.load(file)) for file in files)
     return torch.cat([row["hidden_states"][-1] for row in rows])
 
 
@@ -161,6 +160,7 @@ def draft_head(job: Job) -> Any:
 def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
     """The head's decoder layer: a Llama layer of the run's geometry, the verifier's by default."""
     text = getattr(verifier, "text_config", verifier)
+    theta, scaling = check_head.rope(text.to_dict())
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     config = LlamaConfig(
         vocab_size=text.vocab_size,
@@ -170,12 +170,12 @@ def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
         num_attention_heads=options.draft_heads or text.num_attention_heads,
         num_key_value_heads=options.draft_kv_heads or text.num_key_value_heads,
         head_dim=options.draft_head_dim or width,
-        hidden_act=getattr(text, "hidden_act", "silu"),
+        hidden_act="silu",  # whatever the verifier's is: vLLM's Llama layer knows no other
         max_position_embeddings=text.max_position_embeddings,
         initializer_range=text.initializer_range,
         rms_norm_eps=text.rms_norm_eps,
-        rope_theta=getattr(text, "rope_theta", 10000.0),
-        rope_scaling=head_rope_scaling(getattr(text, "rope_scaling", None)),
+        rope_theta=theta or 10000.0,
+        rope_scaling=scaling,
         tie_word_embeddings=False,
     )
     config._attn_implementation = "simple_flex_attention"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def read(model: str, trust_remote_code: bool = False) -> Verifier:
     """Read the verifier's geometry. Raises UserError when this cannot be a verifier."""
     config_file = _config_file(model)
     config = _read_json(config_file)
-    if not trust_remote_code and (named := _brings_code(model)):
+    if not trust_remote_code and (named := brings_code(model)):
         raise UserError(
             f"--model {model}: it brings Python code of its own ({named}), which would be run; "
             "pass --trust-remote-code if you trust it"
@@ -89,11 +89,11 @@ def read(model: str, trust_remote_code: bool = False) -> Verifier:
     )
 
 
-def language_model(model: str, trust_remote_code: bool) -> tuple[Any, Callable[[Any], Any]]:
-    """The config of the language model, apart from its wrapper, and what makes the model of it.
+def text_config(model: str, trust_remote_code: bool) -> Any:
+    """The config of the language model, apart from its wrapper.
 
-    A config class that comes with the model says nothing to transformers: where transformers has
-    the architecture itself, config and model are its own.
+    A config class that comes with the model says nothing to transformers' models: where
+    transformers has the architecture itself, the config is of its class.
     """
     import transformers
 
@@ -102,28 +102,10 @@ def language_model(model: str, trust_remote_code: bool) -> tuple[Any, Callable[[
     if not type(config).__module__.startswith("transformers."):
         for name in config.architectures or ():
             if known := getattr(transformers, name, None):
-                return known.config_class.from_dict(config.to_dict()), known
-
-    def create(config: Any) -> Any:
-        return transformers.AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code
-        )
-
-    return config, create
-
-
-def head_rope_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The verifier's RoPE scaling as a Llama layer takes it, the same in training and serving.
-
-    Of YaRN's temperature, vLLM's Llama computes `0.1 ln(factor) + 1` and reads neither DeepSeek's
-    `mscale` nor `mscale_all_dim`; transformers' Llama does read them, and without them computes
-    what vLLM does.
-    """
-    if scaling is None:
-        return None
-    ours = {key: value for key, value in scaling.items() if not key.startswith("mscale")}
-    kind = ours.pop("type", None)
-    return {"rope_type": kind, **ours} if kind else ours
+                values = config.to_dict()
+                values.pop("auto_map", None)
+                return known.config_class.from_dict(values)
+    return config
 
 
 def check_head(geometry: HeadGeometry) -> None:
@@ -185,8 +167,8 @@ def _config_file(model: str) -> Path:
         ) from None
 
 
-def _brings_code(model: str) -> str:
-    """The first of the model's files that names classes of its own; empty when none does."""
+def brings_code(model: str) -> str:
+    """The first of the model's files that names Python classes of its own; empty when none does."""
     for name in CODE_FILES:
         file = _file(model, name)
         if file is None:

@@ -18,6 +18,7 @@ from spec_compat.patching import Verdict
 from spec_compat.support import support
 
 PAIRS = [(s, v) for s in contract.releases("speculators") for v in contract.releases("vllm")]
+BY_RUNNING = {"train/loss-mask-shift"}  # its probe runs speculators' code, which is not here
 # Where speculators' calls bind without any patch: the releases that it was made for.
 MADE_FOR = {"0.3.0": "==0.11.0", "0.4.0": ">=0.12,<0.17", "0.4.0.1": ">=0.12,<0.17"}
 
@@ -31,7 +32,8 @@ def pair(speculators: str, vllm: str, patched: bool = True) -> contract.Pair:
 def test_every_call_binds(speculators: str, vllm: str) -> None:
     known = support().known("vllm", Version(vllm))
     assert known
-    if support().pair(speculators, known).status == "impossible":
+    impossible = support().pair(speculators, known).status == "impossible"
+    if impossible:
         assert pair(speculators, vllm).breaks
     else:
         assert pair(speculators, vllm).breaks == []
@@ -48,9 +50,9 @@ def test_without_the_patches_they_bind_only_where_speculators_was_made_for(
 @pytest.mark.parametrize(("speculators", "vllm"), PAIRS)
 def test_a_patch_is_needed_wherever_its_range_says_so(speculators: str, vllm: str) -> None:
     met = pair(speculators, vllm)
-    found = {patch_id: met.verdicts[patch_id] for patch_id in met.nominated}
+    found = {patch_id: met.verdicts[patch_id] for patch_id in met.nominated - BY_RUNNING}
     assert {k: p for k, p in found.items() if p.verdict is not Verdict.NEEDED} == {}
-    assert met.nominated
+    assert found
 
 
 def test_every_patch_of_speculators_is_met_somewhere() -> None:

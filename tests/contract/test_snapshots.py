@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import contract
@@ -34,7 +37,7 @@ def has(path: str, text: str, member: str = "__init__") -> Holds:
 
 def lacks(path: str, text: str, member: str = "__init__") -> Holds:
     found = signature(path, member)
-    return lambda taken: bool(found(taken)) and re.search(text, found(taken)) is None
+    return lambda taken: re.search(text, found(taken)) is None
 
 
 def member(path: str, name: str) -> Holds:
@@ -45,24 +48,46 @@ def fact(name: str) -> Holds:
     return lambda taken: name in taken["facts"]
 
 
+def asks(taken: Mapping[str, Any], pattern: str) -> bool:
+    """Whether vLLM's wheel asks for such a transformers."""
+    return re.search(pattern, taken["requires"]["transformers"]) is not None
+
+
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 SCHEDULER_CONFIG = "vllm.config:SchedulerConfig"
 CACHE_CONFIG = "vllm.config:CacheConfig"
 GROUPS = "vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups"
+HASHING = "vllm.utils.hashing:get_hash_fn_by_name"
 LLAMA = "vllm.model_executor.models.llama:LlamaModel"
 # Each release that a patch's docstring names: what is so from it on, and not before.
 CLAIMS: dict[tuple[str, str], Holds] = {
+    ("extract/block-size", "0.18.0"): member(CACHE_CONFIG, "user_specified_block_size"),
+    ("extract/block-size", "0.29.0"): fact("blocks on a CPU are multiples of 32"),
     ("extract/cache-config", "0.12.0"): has(CACHE_CONFIG, "enable_prefix_caching=True"),
     ("extract/capture", "0.11.1"): member(LLAMA, "embed_input_ids"),
     ("extract/executor", "0.11.1"): fact("a step waits for sample_tokens"),
+    ("extract/hashing", "0.11.1"): lambda taken: HASHING in taken["symbols"],
     ("extract/kv-cache-config", "0.12.0"): lacks(GROUPS, "kv_cache_specs"),
+    ("extract/kv-cache-config", "0.20.0"): lacks(CACHE_CONFIG, "cpu_kvcache_space_bytes"),
+    ("extract/kv-cache-layout", "0.29.0"): fact("the layout must be resolved"),
     ("extract/reply-shape", "0.11.1"): fact("a single reply is no list"),
+    ("extract/request", "0.17.0"): lacks("vllm.v1.request:Request", "eos_token_id"),
     ("extract/scheduler", "0.11.1"): has(SCHEDULER, r"\bblock_size[,)]"),
+    ("extract/scheduler", "0.23.0"): fact("the scheduler's block size is compared"),
     ("extract/scheduler-config", "0.12.0"): has(SCHEDULER_CONFIG, r"is_encoder_decoder[,)]"),
     ("extract/scheduler-config", "0.14.0"): has(SCHEDULER_CONFIG, "async_scheduling=None"),
+    ("extract/single-reply", "0.11.1"): fact("a single reply is no list"),
+    ("extract/torch-name", "0.19.1"): lambda taken: asks(taken, r"[!>]=5\."),
+    ("extract/torch-name", "0.24.0"): lambda taken: asks(taken, r">=5\."),
+    ("extract/warm-up", "0.27.0"): lambda taken: not fact("initialize_from_config warms up")(taken),
 }
-# Releases that are named for something else than a change in vLLM.
-NAMED = {("extract/capture", "0.11.0")}
+# Named for another reason: the release that speculators copied from, the last one before a change.
+NAMED = {
+    ("extract/capture", "0.11.0"),
+    ("extract/hashing", "0.11.0"),
+    ("extract/single-reply", "0.11.0"),
+    ("extract/warm-up", "0.26.0"),
+}
 
 
 @pytest.mark.parametrize(("patch_id", "release"), CLAIMS)
@@ -76,11 +101,22 @@ def test_every_release_in_a_docstring_is_checked_here() -> None:
     named = {
         (patch.id, release)
         for patch in registry.patches()
-        for sentence in re.split(r"(?<=\w)\.\s|;|\n\w", patch.doc)
-        if "speculators" not in sentence or "vLLM" in sentence
-        for release in re.findall(r"\b0\.\d\d\.\d\b", sentence)
+        for release in re.findall(r"(?<![\d.])0\.\d\d\.\d\b", patch.doc)
     }
     assert named == {*CLAIMS, *NAMED}
+
+
+def test_what_a_patch_imports_from_vllm_is_in_a_snapshot() -> None:
+    files = (Path(__file__).parents[2] / "patches").rglob("*.py")
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    names = {
+        f"{node.module}:{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm")
+        for alias in node.names
+    }
+    taken = {name for release in RELEASES for name in contract.snapshot("vllm", release)["symbols"]}
+    assert names <= taken  # else: scripts/snapshot_upstream.py vllm ...
 
 
 def test_there_is_a_snapshot_of_every_release_that_is_known_and_of_no_other() -> None:
@@ -102,18 +138,37 @@ def test_support_asks_for_what_the_wheels_ask_for() -> None:
             assert set(row[name].split(",")) == set(specifier.split(",")), row["version"]
 
 
-def test_patch_releases_that_stand_with_another_do_not_differ_from_it() -> None:
-    for row in support().vllm:
+def test_patch_releases_stand_with_another_exactly_where_they_do_not_differ_from_it() -> None:
+    rows = support().vllm
+    for row in rows:
         for release in row.get("same", ()):
             assert reached(release) == reached(row["version"]), release
-        others = [other for other in support().vllm if other is not row]
-        minor = [o for o in others if o["version"].split(".")[:2] == row["version"].split(".")[:2]]
-        assert all(reached(o["version"]) != reached(row["version"]) for o in minor)
+    for row, newer in pairwise(rows):
+        if Version(row["version"]).release[:2] == Version(newer["version"]).release[:2]:
+            assert reached(row["version"]) != reached(newer["version"]), newer["version"]
 
 
 def reached(release: str) -> tuple[Any, ...]:
     taken = contract.snapshot("vllm", release)
     return taken["symbols"], taken["facts"], taken["config_forbids"]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_capture_finds_what_it_reads(release: str) -> None:
+    taken = contract.snapshot("vllm", release)
+    reads = {
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "input_batch requests execute_model",
+        "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids",
+        "vllm.v1.core.sched.output:SchedulerOutput": "num_scheduled_tokens "
+        "total_num_scheduled_tokens finished_req_ids",
+        "vllm.v1.outputs:ModelRunnerOutput": "req_ids sampled_token_ids",
+        "vllm.v1.core.sched.scheduler:Scheduler": "running requests finished_req_ids",
+        "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_groups",
+    }
+    for path, names in reads.items():
+        members = taken["symbols"][path]["members"]
+        fields = re.findall(r"\w+", members["__init__"])
+        assert set(names.split()) <= {*members, *fields}, path
 
 
 def test_serving_names_verifiers_that_implement_eagle3() -> None:

@@ -1,5 +1,6 @@
 """The loss mask is the assistant's text with its end tokens; what is not certain is reported."""
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -16,6 +17,8 @@ from spec_compat.patches.prepare._turns import RowError, Template
 
 import spec_compat
 from tests.chat_templates import FAMILIES, Family, Message
+from tests.kimi import FILES as KIMI_FILES
+from tests.kimi import SPECIAL_TOKENS
 
 pytestmark = pytest.mark.live
 
@@ -226,6 +229,11 @@ MISTRAL = FAMILIES["mistral"]
 GEMMA = FAMILIES["gemma"]
 TOOL = {"role": "tool", "content": "42"}
 
+
+def calling(calls: object) -> Turns:
+    return [GOOD[0], {**GOOD[1], "tool_calls": calls}]
+
+
 REPORTED: dict[str, tuple[Family, Turns, str, str]] = {
     "special token": (CHATML, chat("q", "a <|im_start|>user b"), MARKERS, "1 contains '<|im_s"),
     "of a user": (CHATML, chat("<|im_end|>", "a"), MARKERS, "turn 0 contains '<|im_end|>'"),
@@ -241,7 +249,13 @@ REPORTED: dict[str, tuple[Family, Turns, str, str]] = {
         "the chat template does not render every turn once",
         "turn 2, of role tool, is left out",
     ),
-    "C4 calls": (CHATML, [GOOD[0], {**GOOD[1], "tool_calls": [1]}], "tools", "turn 1 has tool_"),
+    "C4 calls": (CHATML, calling([1]), "tools and their calls are read", "they are a list"),
+    "C4 calls left out": (
+        CHATML,
+        calling('[{"function": {"name": "f", "arguments": "{}"}}]'),
+        "the chat template does not render tools and their calls",
+        "the calls of turn 1 are left out",
+    ),
     "C5 role": (CHATML, [*GOOD, {"role": "MyModel", "content": "x"}], "a turn of an", "'MyModel'"),
     "parts": (CHATML, [{"role": "user", "content": [{"text": "x"}]}], "a turn that is not", "list"),
     "nobody answers": (CHATML, GOOD[:1], SILENT, ""),
@@ -349,15 +363,47 @@ def test_c4_a_tool_speaks_where_the_template_lets_it(prepare: Prepare) -> None:
     assert "42" not in text
 
 
-def test_c4_tools_of_a_row_are_reported(prepare: Prepare) -> None:
+def test_c4_tools_that_the_template_leaves_out_are_reported(prepare: Prepare) -> None:
     from speculators.data_generation import preprocessing
 
     rows = Dataset.from_list(
-        [{"conversations": GOOD, "tools": tools} for tools in (None, ["f"], [])]
+        [{"conversations": GOOD, "tools": tools} for tools in (None, '[{"name": "f"}]', "")]
     )
     built = preprocessing.build_eagle3_dataset(rows, CHATML.tokenizer(), num_proc=None)
     assert len(built) == 2
-    assert [(row["row"], row["detail"]) for row in prepare.reported] == [(1, "it has tools")]
+    assert [(row["row"], row["detail"]) for row in prepare.reported] == [
+        (1, "the tools are left out")
+    ]
+
+
+def test_c4_calls_are_trained_on_and_what_tools_return_is_not(prepare: Prepare) -> None:
+    """With the reasoning before a call, which the template keeps until the answer is there."""
+    from speculators.data_generation import preprocessing
+
+    family = replace(
+        FAMILIES["kimi"],
+        source=(KIMI_FILES / "chat_template.jinja").read_text(encoding="utf-8"),
+        tokens=(*FAMILIES["kimi"].tokens, *(t for t in SPECIAL_TOKENS.values() if "tool" in t)),
+    )
+    call = {"id": "f:0", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+    turns = [
+        GOOD[0],
+        {"from": "gpt", "value": "Wait.", "tool_calls": json.dumps([call]), "thinking": "why"},
+    ]
+    answered = [*turns, {**TOOL, "tool_call_id": "f:0"}, GOOD[1]]
+    tools = json.dumps([{"type": "function", "function": {"name": "f"}}])
+    rows = [{"conversations": said, "tools": tools} for said in (turns, answered)]
+    for slow in (False, True):
+        tokenizer = family.tokenizer(slow=slow)
+        built: Any = preprocessing.build_eagle3_dataset(
+            Dataset.from_list(rows), tokenizer, num_proc=None
+        )
+        called = (
+            "Wait.<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>"
+            '{"x": "é"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+        )
+        found = [runs(tokenizer, r["input_ids"].tolist(), r["loss_mask"].tolist()) for r in built]
+        assert found == [["why</think>" + called], [called, "Seven.<|im_end|>"]]
 
 
 def test_the_assistant_may_speak_first(prepare: Prepare) -> None:
@@ -400,30 +446,53 @@ def test_c12_a_turn_that_is_cut_keeps_its_mask(prepare: Prepare) -> None:
     assert mask == [0] * header + [1] * (50 - header)
 
 
-def test_c13_what_the_trainer_makes_of_the_mask(prepare: Prepare) -> None:
-    """Its mask goes by the token that the head reads, so the next one is what it learns.
+def learnt(shift: Any, ids: list[int], mask: list[int]) -> list[tuple[int, int]]:
+    """What the trainer reads and is to draft after it, at the positions that have a loss."""
+    count = len(ids)
+    shifted = shift(
+        {
+            "input_ids": torch.tensor(ids),
+            "loss_mask": torch.tensor(mask),
+            "hidden_states": torch.zeros(count, 1),
+            # The state after token k predicts token k + 1.
+            "verifier_last_hidden_states": torch.tensor([*ids[1:], -1]),
+            "lengths": torch.tensor([count]),
+            "position_ids": torch.arange(count),
+        }
+    )
+    assert {len(shifted[name]) for name in shifted if name != "lengths"} == {count - 1}
+    pairs = zip(shifted["input_ids"], shifted["verifier_last_hidden_states"], strict=True)
+    on = zip(pairs, shifted["loss_mask"], strict=True)
+    return [(int(read), int(target)) for (read, target), loss in on if loss]
 
-    The first token of a turn is never drafted: the verifier samples it before the head runs.
+
+def test_c13_a_position_is_trained_on_for_the_token_that_it_learns(prepare: Prepare) -> None:
+    """All the assistant wrote, end tokens too: the first token of a turn after the header's last.
+
+    speculators' own goes by the token that is read: it leaves the first one out, and learns what
+    follows the end.
     """
     from speculators.train.data import shift_batch
 
-    ((ids, mask),) = prepare(CHATML, [GOOD])
-    count = len(ids)
-    batch = {
-        "input_ids": torch.tensor(ids),
-        "loss_mask": torch.tensor(mask),
-        "hidden_states": torch.zeros(count, 1),
-        # The state after token k predicts token k + 1.
-        "verifier_last_hidden_states": torch.tensor([*ids[1:], -1]),
-        "lengths": torch.tensor([count]),
-        "position_ids": torch.arange(count),
-    }
-    shifted = shift_batch(batch)
-    learnt = shifted["verifier_last_hidden_states"][shifted["loss_mask"].bool()].tolist()
-    turn = [token for token, on in zip(ids, mask, strict=True) if on]
-    end = CHATML.tokenizer().convert_tokens_to_ids(CHATML.end)
-    assert learnt[: len(turn) - 1] == turn[1:]
-    assert learnt[len(turn) - 2] == end
+    spec_compat.require("train/loss-mask-shift")
+    ((ids, mask),) = prepare(CHATML, [chat("q", "Seven.", "q", "two")])
+    wanted = [(ids[at - 1], ids[at]) for at, on in enumerate(mask) if on]
+    end, newline = CHATML.tokenizer()("<|im_end|>\n")["input_ids"]
+    assert learnt(shift_batch, ids, mask) == wanted
+    assert [target for _, target in wanted].count(end) == 2
+
+    original: Any = shift_batch
+    theirs = learnt(original.__wrapped__, ids, mask)
+    assert theirs.count((end, newline)) == 2
+    assert wanted[0] not in theirs
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_c13_the_last_position_has_no_target_that_is_known(count: int) -> None:
+    from speculators.train.data import shift_batch
+
+    ids = list(range(5, 5 + count))
+    assert learnt(shift_batch, ids, [1] * count) == list(itertools.pairwise(ids[1:]))
 
 
 def test_c17_another_template_gives_other_tokens(prepare: Prepare) -> None:

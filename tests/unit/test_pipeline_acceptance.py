@@ -17,16 +17,22 @@ def counted(tokens: list[list[int]], right: list[int], **rows: list[int]) -> lis
 def test_a_chain_holds_as_long_as_every_token_of_it_is_right() -> None:
     right = [5, 6, 7, 8]
     # The second step drafts, at each position, the verifier's choice of the position after it.
-    assert counted([[5, 6, 7, 8], [6, 7, 8, 0]], right) == [[4, 3], [4, 3]]
-    assert counted([[0, 6, 7, 8], [6, 7, 8, 0]], right) == [[3, 2], [4, 3]]
-    assert counted([[5, 6, 7, 8], [6, 0, 8, 0]], right) == [[4, 2], [4, 3]]
+    assert counted([[5, 6, 7, 8], [6, 7, 8, 0]], right) == [[3, 2], [3, 2]]
+    assert counted([[5, 0, 7, 8], [6, 7, 8, 0]], right) == [[2, 1], [3, 2]]
+    assert counted([[5, 6, 7, 8], [6, 0, 8, 0]], right) == [[3, 1], [3, 2]]
 
 
-def test_only_trainable_positions_of_one_row_count() -> None:
-    tokens, right = [[5, 6, 7, 8], [6, 7, 8, 0]], [5, 6, 7, 8]
-    assert counted(tokens, right, mask=[0, 1, 1, 1]) == [[3, 2], [3, 2]]
-    assert counted(tokens, right, mask=[1, 1, 0, 1]) == [[3, 1], [3, 1]]
-    assert counted(tokens, right, positions=[1, 2, 1, 2]) == [[4, 2], [4, 2]]
+def test_no_server_drafts_the_first_token_of_a_turn() -> None:
+    tokens, right = [[5, 6, 7, 8, 9], [6, 7, 8, 9, 0]], [5, 6, 7, 8, 9]
+    assert counted(tokens, right, mask=[0, 1, 1, 1, 1]) == [[3, 2], [3, 2]]
+    assert counted(tokens, right, mask=[0, 1, 1, 0, 1]) == [[1, 0], [1, 0]]
+
+
+def test_a_draft_counts_within_one_turn_of_one_row() -> None:
+    tokens = [[5, 6, 7, 8, 9, 3], [6, 7, 8, 9, 3, 0], [7, 8, 9, 3, 0, 0]]
+    right = [5, 6, 7, 8, 9, 3]
+    assert counted(tokens, right, mask=[1, 1, 1, 0, 1, 1]) == [[3, 1, 0], [3, 1, 0]]
+    assert counted(tokens, right, positions=[1, 2, 3, 1, 2, 3]) == [[4, 2, 0], [4, 2, 0]]
 
 
 def results(answers: list[list[int]], **drafted: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -39,7 +39,7 @@ def test_what_the_user_has_set_stays() -> None:
     own = {"VLLM_NO_USAGE_STATS": "0", "SPEC_COMPAT_REPORT_DIR": "elsewhere"}
     environment = runner._environment(own, reports="here")
     assert environment["VLLM_NO_USAGE_STATS"] == "0"
-    assert environment["VLLM_WORKER_MULTIPROCESSING_METHOD"] == "spawn"
+    assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert environment["SPEC_COMPAT_REPORT_DIR"] == "here"
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import dataclasses
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from spec_compat import versions
 from spec_compat.support import LINES, Support, support
 from spec_compat.versions import Environment, Release
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "support_table.py"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RUN = {
     "vllm": "0.16.0",
     "speculators": "0.4.0.1",
@@ -34,14 +35,11 @@ RUN = {
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("support_table", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["support_table"] = module
-    spec.loader.exec_module(module)
-    return module
+def script() -> Iterator[ModuleType]:
+    """scripts/support_table.py, with its neighbours to import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        yield importlib.import_module("support_table")
 
 
 KNOWN = Support(
@@ -152,3 +150,49 @@ def test_a_recorded_run_replaces_that_of_its_pair_and_leaves_the_rest(
     assert read.vllm == ({"version": "0.16.0"},)
     with pytest.raises(ValueError, match="a run has vllm, speculators, date"):
         script.record({"vllm": "0.16.0"}, file)
+
+
+def test_the_table_in_readme_is_current(script: ModuleType, tmp_path: Path) -> None:
+    copy = tmp_path / "README.md"
+    copy.write_text(script.README.read_text())
+    script.write_readme(copy)
+    assert script.README.read_text() == copy.read_text()  # else: scripts/support_table.py
+
+
+def test_a_cell_says_what_was_run_and_what_was_not(script: ModuleType) -> None:
+    pairs = [("0.3.0", "0.16.0"), ("0.4.0.1", "0.16.0"), ("0.4.0.1", "0.15.1")]
+    ran = [{**RUN, "speculators": s, "vllm": v, "passed": s == "0.3.0"} for s, v in pairs[:2]]
+    known = dataclasses.replace(KNOWN, run=(ran[0], {**ran[1], "note": "rows differ"}))
+    assert [script._cell(known.pair(*names)) for names in [*pairs, ("0.3.0", "0.17.1")]] == [
+        "2026-11-30: 300 rows, 0.6 %",
+        "fails: rows differ",
+        "impossible: a fact",
+        "static only",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("speculators", "vllm", "names"),
+    [
+        ("0.3.0", "0.32.0", []),
+        ("0.4.0.1", "0.16.0", []),
+        ("0.4.0.1", "0.11.0", ["torch"]),
+        ("0.4.0.1", "0.20.2", ["torch"]),
+        ("0.4.0.1", "0.24.0", ["torch", "transformers"]),
+    ],
+)
+def test_doctor_names_what_pip_cannot_have_both_of(
+    speculators: str, vllm: str, names: list[str]
+) -> None:
+    said = support().disagreements(speculators, vllm)
+    assert [line.split(" asks for ")[1].split()[0] for line in said] == names
+
+
+def test_every_known_pair_has_install_lines() -> None:
+    known = support()
+    for speculators in known.releases("speculators"):
+        for vllm in known.releases("vllm"):
+            lines = known.install_lines(speculators, vllm)
+            assert f"vllm=={vllm} speculators=={speculators}" in lines[-1]
+            pinned = known.disagreements(speculators, vllm)
+            assert not pinned or lines[0].startswith("printf 'torch==")

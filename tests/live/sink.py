@@ -1,0 +1,142 @@
+"""Extracts through the sink, in every way that a test asks about, and prints what came of it."""
+
+import errno
+import json
+import random
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import spec_compat  # noqa: F401
+from spec_compat.pipeline import storage
+from spec_compat.pipeline.prefill import Prefill, Step, pack
+from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
+
+SLEEP = 0.2
+Row = tuple[list[int], list[int]]
+
+
+class Slow(storage.RowFiles):
+    """A disk that takes its time."""
+
+    def write(self, path: Path, rows: dict[int, storage.Content]) -> tuple[str, int]:
+        time.sleep(SLEEP)
+        return super().write(path, rows)
+
+
+class Full(storage.RowFiles):
+    """A disk that has no room for one of the rows."""
+
+    def write(self, path: Path, rows: dict[int, storage.Content]) -> tuple[str, int]:
+        if path.name == "data_7.pt":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(path, rows)
+
+
+def buffers(worker: Any) -> int:
+    return int(worker._capture.sink.made)
+
+
+def peak(worker: Any) -> int:
+    """Most bytes that the worker has held so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+class Extraction:
+    def __init__(self, generator: Any, directory: Path) -> None:
+        self.generator = generator
+        self.directory = directory
+
+    def run(
+        self, rows: list[Row], kind: storage.RowFiles, most: int = 256, buffers: int | None = None
+    ) -> tuple[list[list[int]], list[Any]]:
+        """The steps, and the worker's answers."""
+        prefill = Prefill(self.generator, kind, buffers)
+        steps = pack([len(ids) for ids, _mask in rows], prefill.tokens, most)
+        given = (Step(str(self.directory), {r: rows[r] for r in step}, step) for step in steps)
+        return steps, list(prefill.run(given))
+
+    def written(self, answers: list[Any]) -> dict[str, list[int]]:
+        return {file.name: file.rows for answer in answers for file in answer.written}
+
+
+def random_rows(count: int, longest: int) -> list[Row]:
+    draw = random.Random(0)
+    lengths = [draw.randint(1, longest) for _ in range(count)]
+    return [
+        ([draw.randrange(3, 512) for _ in range(n)], [draw.randrange(2) for _ in range(n)])
+        for n in lengths
+    ]
+
+
+def differing(
+    generator: Any, rows: list[Row], steps: list[list[int]], directory: Path
+) -> list[int]:
+    """Rows whose file is not what generate() returns for the rows of its step."""
+    wrong = []
+    for step in steps:
+        for row, result in zip(step, generator.generate([rows[r][0] for r in step]), strict=True):
+            there = storage.load(directory / f"data_{row}.pt")
+            pairs = zip(there["hidden_states"], result["hidden_states"], strict=True)
+            same = all(torch.equal(ours, theirs) for ours, theirs in pairs)
+            ids, mask = there["input_ids"].tolist(), there["loss_mask"].tolist()
+            wrong += [] if same and (ids, mask) == rows[row] else [row]
+    return wrong
+
+
+def main(model: str, root: Path) -> None:
+    from planted import plant, unplant  # the script beside this one
+
+    generator = VllmHiddenStatesGenerator(model, layer_ids=[2, 4, 5, 7], max_model_len=512)
+    worker = generator.executor.collective_rpc
+    found: dict[str, Any] = {}
+
+    def extraction(name: str) -> Extraction:
+        (root / name).mkdir()
+        return Extraction(generator, root / name)
+
+    # First, so that nothing larger has been there before.
+    flat = extraction("flat")
+    many = random_rows(10_000, 80)
+    for count in (1_000, len(many)):
+        flat.run(many[:count], storage.Shards())
+        driver = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        found[f"peak after {count}"] = [*worker(peak), driver]
+
+    rows = random_rows(120, 511)
+    plain = extraction("rows")
+    steps, answers = plain.run(rows, storage.RowFiles())
+    found["tokens"] = [sum(len(rows[row][0]) for row in step) for step in steps]
+    found["written"] = sorted(row for part in plain.written(answers).values() for row in part)
+    found["digests"] = {file.name: file.sha256 for answer in answers for file in answer.written}
+    found["differing"] = differing(generator, rows, steps, plain.directory)
+
+    for name, kind in (("shards", storage.Shards()), ("fp8", storage.Shards(fp8=True))):
+        _steps, answers = extraction(name).run(rows, kind)
+        found[name] = {file.name: file.rows for answer in answers for file in answer.written}
+
+    worker(plant, args=("not_finite",))
+    bad = extraction("bad")
+    steps, answers = bad.run(rows[:20], storage.RowFiles(), most=10)
+    worker(unplant)
+    found["first of step"] = [step[0] for step in steps]
+    found["refused"] = {row.row: row.reason for answer in answers for row in answer.refused}
+    found["beside"] = sorted(row for part in bad.written(answers).values() for row in part)
+
+    _steps, answers = extraction("full").run(rows[:20], Full())
+    found["failure"] = answers[-1].failure
+
+    short = random_rows(60, 8)
+    begun = time.monotonic()
+    extraction("slow").run(short, Slow(), most=4, buffers=2)
+    found["slow"] = {"seconds": time.monotonic() - begun, "buffers": worker(buffers)}
+
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,89 @@
+"""What the sink writes is what generate() returns; what it may not write has no name; nothing
+grows with the number of rows."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_compat.pipeline import storage
+from tests.conftest import run_script
+from tests.live.sink import SLEEP, random_rows
+
+pytestmark = [pytest.mark.live, pytest.mark.slow]
+
+ROWS = random_rows(120, 511)
+Found = tuple[dict[str, Any], Path]
+
+
+@pytest.fixture(scope="module")
+def found(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    root = tmp_path_factory.mktemp("sink")
+    printed = run_script(Path(__file__).with_name("sink.py"), tiny_llama, root)
+    return json.loads(next(line for line in printed.splitlines() if line[:1] == "{")), root
+
+
+def test_every_row_is_what_generate_returns_for_the_rows_of_its_step(found: Found) -> None:
+    assert found[0]["written"] == list(range(len(ROWS)))
+    assert found[0]["differing"] == []
+
+
+def test_steps_are_full(found: Found) -> None:
+    *full, _last = sorted(found[0]["tokens"], reverse=True)
+    assert all(tokens > 0.98 * 8192 for tokens in full)
+    assert len(full) >= 2
+
+
+def test_the_digests_are_those_of_the_files(found: Found) -> None:
+    digests, root = found[0]["digests"], found[1]
+    assert len(digests) == len(ROWS)
+    for name, digest in digests.items():
+        assert hashlib.sha256((root / "rows" / name).read_bytes()).hexdigest() == digest
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("shards", 0.0), ("fp8", 0.04)])
+def test_shards_hold_the_same_rows(kind: str, tolerance: float, found: Found) -> None:
+    there: dict[int, storage.Row] = {}
+    for name, numbers in found[0][kind].items():
+        shard = storage.shard_rows(found[1] / kind / name)
+        assert sorted(shard) == sorted(numbers)
+        there.update(shard)
+    assert sorted(there) == list(range(len(ROWS)))
+    for number, stored in there.items():
+        row, plain = storage.decoded(stored), storage.load(found[1] / "rows" / f"data_{number}.pt")
+        assert row["input_ids"].tolist() == plain["input_ids"].tolist()
+        assert row["loss_mask"].tolist() == plain["loss_mask"].tolist()
+        for ours, theirs in zip(row["hidden_states"], plain["hidden_states"], strict=True):
+            error = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+            assert error <= tolerance
+
+
+def test_a_row_that_is_not_finite_gets_no_file_and_those_beside_it_do(found: Found) -> None:
+    first = found[0]["first of step"]
+    assert found[0]["refused"] == {str(row): "NaN or infinity in its states" for row in first}
+    assert found[0]["beside"] == sorted(set(range(20)) - set(first))
+    names = {file.name for file in (found[1] / "bad").iterdir()}
+    assert names == {f"data_{row}.pt" for row in found[0]["beside"]}
+
+
+def test_a_full_disk_is_told_and_leaves_no_half_file(found: Found) -> None:
+    number, text = found[0]["failure"]
+    assert (number, "No space left" in text) == (28, True)
+    names = {file.name for file in (found[1] / "full").iterdir()}
+    assert "data_7.pt" not in names
+    assert not [name for name in names if name.startswith(".")]
+
+
+def test_a_slow_disk_makes_the_steps_wait(found: Found) -> None:
+    """60 rows, 15 steps: two writers have 30 rows each."""
+    assert found[0]["slow"]["buffers"] == [2]
+    assert found[0]["slow"]["seconds"] > 60 / 8 * SLEEP
+
+
+def test_memory_is_flat_from_1000_to_10000_rows(found: Found) -> None:
+    """The states of the 10,000 rows are 207 MB; the buffers, when all are in use, 34 MB."""
+    before, after = found[0]["peak after 1000"], found[0]["peak after 10000"]
+    grown = [later - earlier for earlier, later in zip(before, after, strict=True)]
+    assert max(grown) < 48 << 20, grown

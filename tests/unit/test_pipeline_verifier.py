@@ -1,0 +1,92 @@
+"""What a verifier's files say of its language model, its code, and the head that it gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_compat.errors import UserError
+from spec_compat.pipeline import plan as plans
+from spec_compat.pipeline import verifier
+from spec_compat.pipeline.config import RunConfig
+from spec_compat.pipeline.verifier import HeadGeometry
+from tests.kimi import TEXT_CONFIG
+from tests.unit.pipeline_inputs import make_data, make_verifier
+
+PLAIN = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+
+
+def kimi(directory: Path, **config: Any) -> Path:
+    return make_verifier(directory, text_config=TEXT_CONFIG, **config)
+
+
+def test_latent_attention_gives_the_head_its_value_width(tmp_path: Path) -> None:
+    """`head_dim`, as transformers saves it, is the rotary part alone."""
+    whole = {**TEXT_CONFIG, "v_head_dim": 128, "head_dim": 16, "num_attention_heads": 8}
+    found = verifier.read(str(make_verifier(tmp_path, text_config=whole)))
+    assert found.head == HeadGeometry(8, 4, 128, 128)
+    assert (found.vocab_size, found.hidden_size, found.num_layers) == (163_840, 64, 8)
+
+
+def test_other_attention_gives_the_head_its_own(tmp_path: Path) -> None:
+    assert verifier.read(str(make_verifier(tmp_path, **PLAIN))).head == HeadGeometry(4, 2, 16, 128)
+    wide = make_verifier(tmp_path / "wide", **PLAIN, head_dim=32)
+    assert verifier.read(str(wide)).head.head_dim == 32
+
+
+def test_a_config_that_is_silent_leaves_it_open(tmp_path: Path) -> None:
+    assert verifier.read(str(make_verifier(tmp_path))).head == HeadGeometry()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["t.T", None]}}),
+        ("preprocessor_config.json", {"auto_map": {"AutoImageProcessor": "p.P"}}),
+    ],
+)
+def test_code_in_any_file_needs_trust(file: str, content: dict[str, Any], tmp_path: Path) -> None:
+    model = make_verifier(tmp_path)
+    (model / file).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"\({file}\), which would be run; pass --trust-remote"):
+        verifier.read(str(model))
+    assert verifier.read(str(model), trust_remote_code=True).num_layers == 8
+
+
+def test_code_of_the_language_model_needs_trust(tmp_path: Path) -> None:
+    text = {**TEXT_CONFIG, "auto_map": {"AutoConfig": "c.C"}}
+    with pytest.raises(UserError, match=r"\(config.json\)"):
+        verifier.read(str(make_verifier(tmp_path, text_config=text)))
+
+
+def plan(tmp_path: Path, **options: Any) -> plans.Plan:
+    model, data = kimi(tmp_path / "model"), make_data(tmp_path / "data.jsonl")
+    given = {"model": str(model), "data": [str(data)], "output": tmp_path / "run", **options}
+    return plans.make(RunConfig.model_validate(given))
+
+
+def test_the_heads_geometry_is_in_the_plan(tmp_path: Path) -> None:
+    config = plan(tmp_path).config
+    assert (config.draft_heads, config.draft_kv_heads, config.draft_head_dim) == (4, 4, 64)
+    assert config.draft_intermediate_size == 128
+    asked = plan(tmp_path, draft_heads=6, draft_head_dim=32, draft_intermediate_size=96).config
+    assert (asked.draft_heads, asked.draft_kv_heads, asked.draft_head_dim) == (6, 6, 32)
+    assert asked.draft_intermediate_size == 96
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_head_dim": 20}, "--draft-head-dim 20: vLLM's attention takes multiples of 8"),
+        ({"draft_head_dim": 264}, "--draft-head-dim 264"),
+        ({"draft_heads": 6, "draft_kv_heads": 4}, "--draft-kv-heads 4: 6 heads cannot share them"),
+    ],
+)
+def test_a_head_that_vllm_would_not_serve(
+    options: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        plan(tmp_path, **options)

@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
@@ -30,7 +30,9 @@ from spec_compat.versions import Environment, Release
 _PARAMETER = re.compile(r"[*\w]+(?:=[^,)]*)?")
 GENERATOR = "speculators.data_generation.vllm_hidden_states_generator"
 WORKER = "speculators.data_generation.custom_worker"
-SNAPSHOTS = Path(__file__).resolve().parent.parent / "tests" / "contract" / "snapshots"
+ROOT = Path(__file__).resolve().parent.parent
+SNAPSHOTS = ROOT / "tests" / "contract" / "snapshots"
+PATCHES = ROOT / "patches"
 
 
 def releases(package: str) -> list[str]:
@@ -46,6 +48,16 @@ def snapshot(package: str, release: str) -> dict[str, Any]:
     return content
 
 
+def imports(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """Module and name for each name of vLLM that Python files import, or read out of a module."""
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+                yield from ((str(node.module), alias.name) for alias in node.names)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value).startswith("vllm."):
+                yield ast.unparse(node.value), node.attr
+
+
 class Anything:
     """A value of which nothing is known: a number, a callable, a class, with every attribute."""
 
@@ -53,6 +65,9 @@ class Anything:
         if name.startswith("__"):
             raise AttributeError(name)
         return Anything()
+
+    def __repr__(self) -> str:
+        return "..."
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return Anything()
@@ -89,12 +104,16 @@ class Anything:
     __index__ = __int__
 
 
+@cache
+def _signature(text: str) -> inspect.Signature:
+    namespace = dict[str, Any]()
+    exec(f"def function{text}: pass", namespace)  # noqa: S102
+    return inspect.signature(namespace["function"])
+
+
 def function(name: str, signature: str, module: str, ignores_unknown: bool = False) -> Any:
     """A function of this signature that does nothing; unknown keywords are refused, or ignored."""
-    namespace = dict[str, Any]()
-    last = name.rpartition(".")[2]
-    exec(f"def {last}{signature}: pass", namespace)  # noqa: S102
-    binds = inspect.signature(namespace[last])
+    binds, last = _signature(signature), name.rpartition(".")[2]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if ignores_unknown:
@@ -315,7 +334,7 @@ def report(new: str, old: str) -> Iterator[str]:
         then, now = Pair(line, old), Pair(line, new)
         for patch_id in sorted(then.verdicts.keys() | now.verdicts.keys()):
             said = [_said(pair, patch_id) for pair in (then, now)]
-            if said[0] != said[1] or now.verdicts[patch_id].verdict is Verdict.MOVED:
+            if said[0] != said[1]:
                 yield f"speculators {line}: {_file(patch_id)}: {said[0]} -> {said[1]}"
         for text in now.breaks:
             yield f"speculators {line}: {text}{_adapters(text, line)}"

@@ -17,6 +17,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from email.parser import Parser
@@ -27,11 +28,14 @@ from typing import Any
 import contract
 import griffe
 from packaging.requirements import Requirement
+from packaging.version import Version
 from wheel_sources import fetch
+
+from spec_compat.support import support
 
 ROOT = Path(__file__).resolve().parent.parent
 SNAPSHOTS = ROOT / "tests" / "contract" / "snapshots"
-LINES = ("0.3.0", "0.4.0", "0.4.0.1")
+LINES = support().releases("speculators")
 GENERATION = ("data_generation/vllm_hidden_states_generator.py", "data_generation/custom_worker.py")
 
 # Reached by way of an object, not by an import: the attributes that speculators and patches read.
@@ -163,19 +167,12 @@ def read(sources: Path, package: str, modules: Iterable[str]) -> Tree:
 
 def wanted() -> dict[str, set[str]]:
     """Module -> names in vLLM that speculators' data generation, the patches and REACHED name."""
-    names = {module: set(reached) for module, reached in REACHED.items()}
-    files = [
-        *(ROOT / "patches").rglob("*.py"),
-        *(
-            fetch("speculators", line) / "speculators" / name
-            for line in LINES
-            for name in GENERATION
-        ),
+    generation = [
+        fetch("speculators", line) / "speculators" / name for line in LINES for name in GENERATION
     ]
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
-                names.setdefault(str(node.module), set()).update(a.name for a in node.names)
+    names = {module: set(reached) for module, reached in REACHED.items()}
+    for module, imported in contract.imports([*contract.PATCHES.rglob("*.py"), *generation]):
+        names.setdefault(module, set()).add(imported)
     return names
 
 
@@ -397,13 +394,26 @@ def main() -> None:
     parser.add_argument("releases", nargs="*", metavar="RELEASE")
     parser.add_argument("--report", nargs=2, metavar=("NEW", "OLD"))
     options = parser.parse_args()
-    for release in options.releases:
-        print(take(options.package, release).relative_to(ROOT), flush=True)
+    known = contract.releases("vllm")
+    missing = [("vllm", release) for release in options.report or () if release not in known]
+    for package, release in [(options.package, name) for name in options.releases] + missing:
+        try:
+            print(take(package, release).relative_to(ROOT), flush=True)
+        except subprocess.CalledProcessError:
+            sys.exit(f"no wheel of {package} {release}")
     if options.report:
-        new, _ = options.report
-        if not (SNAPSHOTS / f"vllm-{new}.json").is_file():
-            take("vllm", new)
         print("\n".join(contract.report(*options.report)))
+        if support().known("vllm", Version(options.report[0])) != options.report[0]:
+            print(f"\nfor spec_compat/support.toml:\n\n{row(options.report[0])}")
+
+
+def row(release: str) -> str:
+    """The entry of a vLLM release in support.toml; torch_cuda is to be looked up if it differs."""
+    content = contract.snapshot("vllm", release)
+    torch = re.sub(r"==|\+cpu", "", content["requires"]["torch"])
+    values = {"version": release, "python": content["python"], "torch": torch, "torch_cuda": torch}
+    values["transformers"] = content["requires"]["transformers"]
+    return "[[vllm]]\n" + "\n".join(f'{key} = "{value}"' for key, value in values.items())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The table of releases in README, and the live runs in support.toml.
 
-    python scripts/support_table.py          # write the table into README.md
+    python scripts/support_table.py          # write the tables into README.md
 
 A script that runs pairs of releases calls `record` for each. A run is:
 
@@ -34,7 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SUPPORT = ROOT / "spec_compat" / "support.toml"
 README = ROOT / "README.md"
 EVIDENCE = "# Live runs"
-BEGIN, END = "<!-- releases: scripts/support_table.py -->", "<!-- end of releases -->"
+RELEASES = "<!-- releases: scripts/support_table.py -->", "<!-- end of releases -->"
+INSTALL = "<!-- install: scripts/support_table.py -->", "<!-- end of install -->"
 KEYS = (
     "vllm", "speculators", "date", "passed", "python", "torch", "transformers", "wheel",
     "unpatched", "rows", "error", "seconds", "note",
@@ -76,6 +77,23 @@ def section(known: Support) -> str:
     return "\n\n".join([*tables, _table_of("vLLM", *lines, rows=bare)])
 
 
+def install_section(known: Support) -> str:
+    """Markdown: the lines of each group of releases, with the names of what a release fills in."""
+    names = ("vllm", "speculators", "torch", "torch_cuda", "transformers")
+    words = {name: name.partition("_")[0].upper() for name in names}
+    words["transformers"] = ">=TRANSFORMERS"
+    rows = [
+        [
+            group["wheel"],
+            group["vllm"].replace("<", "\\<"),
+            group["speculators"].replace("<", "\\<"),
+            "<br>".join(f"`{line.format(**words)}`" for line in group["lines"]),
+        ]
+        for group in known.install
+    ]
+    return _table_of("wheel", "vLLM", "speculators", "lines", rows=rows)
+
+
 def _table_of(*head: str, rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown; releases that follow each other and say the same share a row."""
     lines = [head, ["---"] * len(head)]
@@ -112,12 +130,15 @@ def _bare(pair: Pair) -> str:
 
 
 def write_readme(file: Path = README) -> None:
-    """Put the section between its two marks. Raises ValueError when one is missing."""
-    before, begin, rest = file.read_text("utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{file}: no {BEGIN} ... {END}")
-    file.write_text(f"{before}{BEGIN}\n{section(support())}\n{END}{after}", "utf-8")
+    """Put each section between its marks. Raises ValueError when one is missing."""
+    text = file.read_text("utf-8")
+    for (begin, end), made in ((RELEASES, section), (INSTALL, install_section)):
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise ValueError(f"{file}: no {begin} ... {end}")
+        text = f"{before}{begin}\n{made(support())}\n{end}{after}"
+    file.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,33 @@
 """Python sources out of a published wheel, without downloading the rest of it.
 
 A wheel is a zip file: its directory is at the end, and an index that answers range requests gives
-out the parts that are asked for. A CUDA wheel of 400 MB costs about 5 MB.
+out the parts that are asked for: of a CUDA wheel of 400 MB the few MB of sources. From another
+index the wheel is downloaded whole, and deleted.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.request
 import zipfile
 from pathlib import Path
+from typing import IO
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "upstream"
 BLOCK = 1 << 20
 
 
+class NoRanges(Exception):  # noqa: N818
+    """The index gives out whole files alone."""
+
+
 class RemoteFile(io.RawIOBase):
-    """A file behind a URL, read in blocks by HTTP range requests. Raises OSError without them."""
+    """A file behind a URL, read in blocks by HTTP range requests. Raises NoRanges without them."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -27,7 +35,7 @@ class RemoteFile(io.RawIOBase):
         self.blocks: dict[int, bytes] = {}
         with self._ask(0, 0) as answer:
             if answer.status != 206:
-                raise OSError(f"{url}: no range requests")
+                raise NoRanges
             self.size = int(answer.headers["Content-Range"].rpartition("/")[2])
 
     def _ask(self, first: int, last: int) -> urllib.response.addinfourl:
@@ -68,8 +76,7 @@ def fetch(distribution: str, version: str) -> Path:
     if (target / "METADATA").is_file():
         return target
     package = distribution.partition("-")[0]
-    file = io.BufferedReader(RemoteFile(_url(distribution, version)), BLOCK)
-    with zipfile.ZipFile(file) as wheel:
+    with _opened(_url(distribution, version)) as file, zipfile.ZipFile(file) as wheel:
         names = [name for name in wheel.namelist() if name.endswith(".py")]
         for name in sorted(names, key=lambda name: wheel.getinfo(name).header_offset):
             if name.startswith(f"{package}/") and "/third_party/" not in name:
@@ -77,6 +84,16 @@ def fetch(distribution: str, version: str) -> Path:
         (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         (target / "METADATA").write_bytes(wheel.read(metadata))
     return target
+
+
+def _opened(url: str) -> IO[bytes]:
+    try:
+        return io.BufferedReader(RemoteFile(url), BLOCK)
+    except NoRanges:
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+        with urllib.request.urlopen(url, timeout=180) as answer:  # noqa: S310
+            shutil.copyfileobj(answer, file)
+        return file
 
 
 def _url(distribution: str, version: str) -> str:

@@ -185,7 +185,8 @@ def _assumed(release: Release, row: Mapping[str, Any], newest: str) -> str:
     """What is assumed of a build that is no known release; empty for one that is."""
     version, known = release.version, row["version"]
     if Version(release.raw).is_prerelease:
-        return f"{release.raw} is no release; it is taken for {known}"
+        remedy = f"SPEC_COMPAT_ASSUME_{release.name.upper()} names another"
+        return f"{release.raw} is no release; it is taken for {known}; {remedy}"
     if str(version) in (known, *row.get("same", ())):
         return ""
     if known == newest:

@@ -1,16 +1,20 @@
 """Each step must be sampled before the next, and rows must be fetched before they pile up.
 
 Symptom  RuntimeError: State error: sample_tokens() must be called after execute_model() returns
-         None. Silent: captured states of all rows of a call stay on the GPU until its end.
+         None. On a GPU: Cannot re-initialize CUDA in forked subprocess. Silent: captured states of
+         all rows of a call stay on the GPU until its end.
 Cause    Since vLLM 0.11.1 `execute_model` leaves sampling to a second call, which the generator of
-         0.3 does not make.
+         0.3 does not make. vLLM forks its workers unless it is told otherwise, and imports of the
+         driver (datasets' of JAX, for one) can have started CUDA by then.
 Fix      The generator's name `MultiprocExecutor` becomes a subclass that samples after each step
          and fetches the rows which that step completed, by request id. With the sampled tokens the
          workers prove each row (see extract/capture); a row that fails makes `generate()` raise
-         BadRows. It also checks that every worker runs the patch extract/capture.
+         BadRows. It also checks that every worker runs the patch extract/capture. Workers are
+         spawned unless VLLM_WORKER_MULTIPROC_METHOD says otherwise.
 Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
 """
 
+import os
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +33,10 @@ patch = Patch(
 @patch.replace("MultiprocExecutor")
 def executor(original: type[Any], module: ModuleType) -> type[Any]:
     class CapturingExecutor(original):  # type: ignore[misc]
+        def _init_executor(self) -> None:
+            os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+            super()._init_executor()
+
         def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             output = super().execute_model(scheduler_output, *args, **kwargs)
             self._output = super().sample_tokens(None) if output is None else output

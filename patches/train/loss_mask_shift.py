@@ -1,8 +1,9 @@
 """The loss mask goes by the token that the head reads, not by the one that it learns.
 
 Symptom  Silent: what follows the token that ends a turn is trained on, and counted in the accuracy;
-         for most templates it is the header of the next turn, which no server ever drafts. The
-         first token of a turn is not trained on.
+         for most templates it is the header of the next turn, which no server ever drafts (150 of
+         9,962 positions in 150 answers of SmolLM2, all of them a line feed). The first token of a
+         turn is not trained on.
 Cause    `shift_batch` moves the mask by one place, as it moves the tokens that are read. Position i
          reads token i + 1 beside the state of token i, and its target, the verifier's choice after
          token i + 1, stands for token i + 2. Upstream has a note to verify this.

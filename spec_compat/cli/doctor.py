@@ -80,7 +80,8 @@ def _wheel(environment: Environment) -> str:
 def installation(environment: Environment) -> list[str]:
     """What pip does not do by itself for the installed pair, and the lines that do it."""
     known = support()
-    newest = max((row for row in known.run if row["passed"]), key=lambda row: Version(row["vllm"]))
+    ran = [row for row in known.run if row["passed"]]
+    newest = max(ran, key=lambda row: [Version(row[name]) for name in reversed(LINES)])
     speculators, vllm = (known.counts_as(name, environment) or newest[name] for name in LINES)
     said = known.disagreements(speculators, vllm, _wheel(environment))
     lines = known.install_lines(speculators, vllm, _wheel(environment))

@@ -107,6 +107,14 @@ class RunConfig(BaseModel):
         0.8, None, "Share of each GPU that vLLM may take.", gt=0, le=1
     )
 
+    max_disk: str | None = _option(
+        None,
+        None,
+        "Refuse more hidden states than this, as 500GB (default: no limit).",
+    )
+    on_full_disk: Literal["pause", "stop"] = _option(
+        "pause", None, "Where space runs out: pause until there is some, or stop."
+    )
     server_url: str = _option(
         "http://localhost:8000", None, "Where a vLLM server may be holding the GPUs."
     )
@@ -115,14 +123,6 @@ class RunConfig(BaseModel):
     )
     restart_server_cmd: str | None = _option(
         None, None, "Shell command that starts it again at the end, also after a failure."
-    )
-    max_disk: str | None = _option(
-        None,
-        None,
-        "Refuse more hidden states than this, as 500GB (default: no limit).",
-    )
-    on_full_disk: Literal["pause", "stop"] = _option(
-        "pause", None, "Where space runs out: pause until there is some, or stop."
     )
 
     draft_vocab_size: int | None = _option(

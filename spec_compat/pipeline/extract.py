@@ -211,11 +211,8 @@ def _extract(
     allowed = job.config.max_bad_rows if job.config.on_bad_row == "skip" else 0
     by_directory = {str(store.directory): store for store in stores.values()}
     total = sum(map(len, lengths.values()))
-    done, computed, begun = (
-        total - sum(len(s.missing()) for s in stores.values()),
-        0,
-        time.monotonic(),
-    )
+    done = total - sum(len(store.missing()) for store in stores.values())
+    computed, begun = 0, time.monotonic()
     model = prefill.generator.vllm_config.model_config
     pause = job.config.on_full_disk == "pause"
     width = prefill.storage.token_bytes(

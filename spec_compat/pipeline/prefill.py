@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import speculators.data_generation.vllm_hidden_states_generator as speculators_generator
@@ -63,11 +64,13 @@ def pack(lengths: list[int], tokens: int, rows: int) -> list[list[int]]:
 class Prefill:
     """A generator of speculators whose workers write what they compute."""
 
+    # The scheduler keeps the last rows until it is asked for a further step.
+    _numbers = count()
+
     def __init__(self, generator: Any, storage: RowFiles, buffers: int | None) -> None:
         self.generator = generator
         self.storage = storage
         self.tokens: int = generator.vllm_config.scheduler_config.max_num_batched_tokens
-        self._number = 0
         generator.executor.open_sink(storage, self.tokens, buffers)
 
     def run(self, steps: Iterable[Step]) -> Iterator[Any]:
@@ -104,9 +107,8 @@ class Prefill:
 
     def _request(self, ids: list[int]) -> Any:
         request = speculators_generator.Request
-        self._number += 1
         given = {
-            "request_id": f"row_{self._number}",
+            "request_id": f"row_{next(self._numbers)}",
             "prompt_token_ids": ids,
             "sampling_params": SamplingParams(max_tokens=1, temperature=0.0),
             "pooling_params": None,

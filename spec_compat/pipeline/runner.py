@@ -71,8 +71,8 @@ def run(
 def _run(plan: Plan, display: Display, first: Stage | None, last: Stage | None) -> Manifest:
     layout = Layout(plan.config.output)
     stages = selected(first, last)
-    room = Room(plan.config, lambda text: display.event({"event": "note", "text": text}))
     _earlier(plan, layout, stages, first)  # once before the lock, which makes the directory
+    room = Room(plan.config, lambda text: display.event({"event": "note", "text": text}))
     with manifests.locked(layout) as lock, _interruptible(), room:
         earlier = _earlier(plan, layout, stages, first)
         manifest = earlier or manifests.begin(plan)
@@ -80,7 +80,7 @@ def _run(plan: Plan, display: Display, first: Stage | None, last: Stage | None) 
         manifest.sources = plan.sources
         manifest.save(layout)
         for stage in stages:
-            _run_stage(stage, plan, manifest, layout, display, lock, room)
+            _run_stage(stage, plan, manifest, layout, display, room, lock)
     return manifest
 
 
@@ -105,8 +105,8 @@ def _run_stage(
     manifest: Manifest,
     layout: Layout,
     display: Display,
-    lock: int,
     room: Room,
+    lock: int,
 ) -> None:
     reason = manifests.fault(manifest, plan, layout, stage)
     if reason is None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import contract
@@ -110,14 +108,8 @@ def test_every_release_in_a_docstring_is_checked_here() -> None:
 
 
 def test_what_a_patch_imports_from_vllm_is_in_a_snapshot() -> None:
-    files = (Path(__file__).parents[2] / "patches").rglob("*.py")
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
-    names = {
-        f"{node.module}:{alias.name}"
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm")
-        for alias in node.names
-    }
+    found = contract.imports(contract.PATCHES.rglob("*.py"))
+    names = {f"{module}:{name}" for module, name in found}
     taken = {name for release in RELEASES for name in contract.snapshot("vllm", release)["symbols"]}
     assert names <= taken  # else: scripts/snapshot_upstream.py vllm ...
 

@@ -169,16 +169,18 @@ def test_the_patches_of_every_process_are_in_the_manifest(finished: Finished) ->
     stages = manifest(run)["stages"]
     for stage in stages.values():
         assert not [patch for patch in stage["patches"] if patch["state"] in ("failed", "moved")]
-    extract = stages["extract"]["patches"]
+    found = [p for p in stages["extract"]["patches"] if p["stage"] == "extract"]
+    # vLLM may look at the model's class in one more process, which imports nothing of speculators.
+    at_work = {patch["pid"] for patch in found if patch["state"] == "applied"}
     for scope, driver in (("driver", True), ("worker", False)):
         states = {
             patch["state"]
-            for patch in extract
+            for patch in found
             if patch["scope"] == scope
-            and patch["stage"] == "extract"
+            and patch["pid"] in at_work
             and (patch["role"] == "driver") is driver
         }
-        assert states - {"skipped"} == {"applied"}, scope
+        assert states - {"skipped", "not-needed"} == {"applied"}, scope
     assert stages["extract"]["environment"]["vllm"] == "0.16.0"
 
 

@@ -19,8 +19,6 @@ PIPELINE = (
     "test_run.py::test_the_patches_of_every_process_are_in_the_manifest",
     "test_checks.py::test_the_expected_length_is_that_of_the_held_out_rows",
     "test_checks.py::test_the_exported_head_is_sound_and_a_spoiled_one_is_not",
-    "test_checks.py::test_training_without_the_final_norm_is_refused",
-    "test_checks.py::test_a_shuffled_d2t_is_refused_before_training",
     "test_checks.py::test_targets_that_are_not_the_verifiers_are_refused",
 )
 TRAINING = (
@@ -48,4 +46,4 @@ def test_the_pipeline_trains_a_sound_head(tmp_path: Path) -> None:
     python = linked_environment(tmp_path / "venv", "speculators==0.4.0.1", "-e", str(ROOT))
     tests = [f"tests/e2e/{name}" for name in PIPELINE]
     tests += [f"tests/live/{name}" for name in TRAINING]
-    assert_pass(python, tests, len(PIPELINE) + 12)
+    assert_pass(python, tests, len(PIPELINE) + 13)

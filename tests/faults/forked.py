@@ -140,15 +140,23 @@ def is_gone(group: int) -> bool:
         os.killpg(group, 0)
     except ProcessLookupError:
         return True
-    states = []
+    return not members(group, leader=True)
+
+
+def members(group: int, leader: bool = False) -> list[int]:
+    """The living processes of a group; without its leader and what cleans up after the others."""
+    found = []
     for process in Path("/proc").iterdir():
         try:
             fields = (process / "stat").read_text().rpartition(")")[2].split()
+            line = (process / "cmdline").read_bytes()
         except OSError:
             continue
-        if len(fields) > 2 and fields[2] == str(group):
-            states.append(fields[0])
-    return all(state == "Z" for state in states)
+        if len(fields) < 3 or fields[2] != str(group) or fields[0] == "Z":
+            continue
+        if leader or (int(process.name) != group and b"resource_tracker" not in line):
+            found.append(int(process.name))
+    return sorted(found)
 
 
 def kill_group(operation: str) -> None:

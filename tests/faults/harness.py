@@ -30,7 +30,7 @@ from spec_compat.pipeline import config, plan, runner
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest
 from tests import tiny_models
-from tests.faults.forked import Faults, Stages, is_gone, kill_group
+from tests.faults.forked import Faults, Stages, is_gone, kill_group, members
 
 OPTIONS: dict[str, Any] = {
     "seq_length": 64,
@@ -55,8 +55,10 @@ RESULTS = (
     "head/*",
     "logs/metrics.jsonl",
 )
-# How the run is killed: the stage and its workers, the runner alone, or the runner asked to stop.
+# How the run is killed: the stage with its workers, the runner alone, or the runner asked to stop;
+# and, where there are any, a worker of the stage alone.
 KILLS = ("stage", "runner", "sigterm")
+EXTRACT_KILLS = (*KILLS, "worker")
 GONE_SECONDS = 20.0
 
 
@@ -92,6 +94,7 @@ class Lab:
         directory.mkdir(parents=True, exist_ok=True)
         self.model, self.data = directory / "model", directory / "talks.jsonl"
         self.reference = directory / "reference"
+        self.options: dict[str, Any] = {}
         if not self.data.exists():
             tiny_models.make_tiny_llama(self.model)
             tiny_models.write_conversations(self.data, ROWS)
@@ -104,7 +107,7 @@ class Lab:
 
     def plan(self, run: Path) -> plan.Plan:
         given = {"model": str(self.model), "data": [str(self.data)], "output": run}
-        return plan.make(config.load({**given, **OPTIONS}))
+        return plan.make(config.load({**given, **OPTIONS, **self.options}))
 
     def run(
         self, run: Path, faults: Faults | None = None, kill_after: float = 0.0, kill: str = ""
@@ -170,6 +173,9 @@ def strike(kill: str, runner_pid: int, groups: Path) -> None:
     try:
         if kill == "stage":
             os.killpg(int(groups.read_text().split()[-1]), signal.SIGKILL)
+        elif kill == "worker":
+            for worker in members(int(groups.read_text().split()[-1]))[-1:]:
+                os.kill(worker, signal.SIGKILL)
         else:
             os.kill(runner_pid, signal.SIGKILL if kill == "runner" else signal.SIGTERM)
     except ProcessLookupError:
@@ -229,7 +235,8 @@ def points(lab: Lab, stages: list[Stage], number: int, seed: int) -> Iterator[di
     for stage in stages:
         operations, seconds = lab.operations(stage)
         for place in range(share):
-            kill = KILLS[turn % len(KILLS)]
+            kills = EXTRACT_KILLS if stage == "extract" else KILLS
+            kill = kills[turn % len(kills)]
             turn += 1
             part = (place + chance.random()) / share
             if stage != "extract" and place % 2 == 0:

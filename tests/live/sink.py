@@ -103,7 +103,7 @@ def main(model: str, root: Path) -> None:
     flat = extraction("flat")
     many = random_rows(10_000, 80)
     for count in (1_000, len(many)):
-        flat.run(many[:count], storage.Shards())
+        flat.run(many[:count], storage.Shards(), buffers=3)
         driver = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         found[f"peak after {count}"] = [*worker(peak), driver]
 

@@ -53,21 +53,22 @@ def test_masks_need_no_offsets_and_no_pattern(mini_kimi: Path, tmp_path: Path) -
     from datasets import Dataset
     from speculators.data_generation import preprocessing
 
-    spec_compat.require(stage="prepare")
+    spec_compat.require("prepare/loss-mask")
     tokenizer = transformers.AutoTokenizer.from_pretrained(mini_kimi, trust_remote_code=True)
     assert "<think></think>" in preprocessing._detect_assistant_pattern(tokenizer)
     talks = kimi.write_conversations(tmp_path / "talks.jsonl", 4)
     rows = Dataset.from_list([json.loads(line) for line in talks.read_text("utf-8").splitlines()])
     build: Any = preprocessing.build_eagle3_dataset
     assert len(build.__wrapped__(rows, tokenizer, num_proc=None)) == 0
-    assert len(build(rows, tokenizer, num_proc=2)) == 4
+    assert len(build(rows, tokenizer, num_proc=None)) == 4
 
 
 @pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> Any:
+def core() -> Any:
     from speculators.models.eagle3 import core
 
-    spec_compat.require(stage="train")
+    spec_compat.require("train/verifier-weights")
+    spec_compat.require("train/verifier-norm")
     return core
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,3 +181,36 @@ def test_a_head_of_several_layers_has_a_finite_loss(layers: int, tiny_llama: Pat
     loss.backward()
     assert torch.isfinite(loss)
     assert all(torch.isfinite(p.grad).all() for p in head.parameters() if p.grad is not None)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_sharded_head_begins_with_no_weight_unset(tiny_llama: Path) -> None:
+    """As the trainer does on several GPUs: empty the layers, shard them, reset what can be."""
+    from speculators.train import trainer
+
+    spec_compat.require("train/sharded-norms")
+
+    def unset(shard: Any) -> list[str]:
+        head = new_head(tiny_llama)
+        shard(head)
+        (layer,) = head.layers
+        layer.to_empty(device="cpu")
+        for parameter in layer.parameters():
+            torch.nn.init.constant_(parameter, float("nan"))
+        for part in layer.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+        return [name for name, p in layer.named_parameters() if p.full_tensor().isnan().any()]
+
+    ours: Any = trainer.apply_fully_sharded
+    assert unset(ours) == []
+    norms = ["hidden_norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"]
+    assert sorted(unset(ours.__wrapped__)) == norms

@@ -82,7 +82,6 @@ class Member:
 
         tokenizer = make_tokenizer(self.tokenizer_class, extra_special_tokens=self.tokens)
         config = getattr(transformers, self.config_class)(**self.config)
-        config.architectures = [self.architecture]
         inner = getattr(config, f"{self.inside}_config") if self.inside else config
         for name, token in self.ids.items():
             setattr(inner, name, tokenizer.convert_tokens_to_ids(token))
@@ -99,7 +98,7 @@ class Member:
         prefix = f"{self.inside}." if self.inside else ""
         weights = {prefix + name: tensor for name, tensor in model.bfloat16().state_dict().items()}
         model.save_pretrained(path, state_dict=weights)
-        config.dtype = "bfloat16"
+        config.architectures, config.dtype = [self.architecture], "bfloat16"
         config.save_pretrained(path)
         (self.processor(tokenizer) if self.processor else tokenizer).save_pretrained(path)
         return path

@@ -412,6 +412,30 @@ def test_an_optional_patch_is_never_required(world: World) -> None:
     assert "extract/it" not in world.stderr
 
 
+@pytest.mark.parametrize(
+    ("release", "said"),
+    [
+        ("0.99.0", "vllm 0.99.0 is newer than "),
+        ("0.16.1.dev12+gabc", "vllm 0.16.1.dev12+gabc is no release; it is taken for 0.16.0"),
+        ("0.16.0", ""),
+    ],
+)
+def test_what_is_assumed_of_a_release_is_said_once_and_the_probe_decides(
+    world: World, release: str, said: str
+) -> None:
+    world.patch()
+    world.write("vllm/_version.py", f"__version__ = version = '{release}'\n")
+    code = ARM + (
+        "import multiprocessing\n"
+        "child = multiprocessing.get_context('fork').Process(target=spec_compat.report)\n"
+        "child.start(); child.join()\n"
+        "answer(states())\n"
+    )
+    assert world.run(code) == {"extract/run": "applied"}
+    lines = [line for line in world.stderr.splitlines() if line.startswith("vllm ")]
+    assert [said in line for line in lines] == [True] * bool(said)
+
+
 PROVIDES = """
     from types import ModuleType
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -164,9 +165,8 @@ def _process(
     with channel() as events, layout.log(stage).open("ab") as log:
         log.write(f"---- {manifests.now()} {stage}\n".encode())
         log.flush()
-        command = [*_launcher(stage, plan), stage, "--run", str(layout.root)]
         process = subprocess.Popen(
-            [*command, "--events", str(events.path)],
+            command(stage, plan.config.train_gpus, layout.root, events.path),
             stdin=subprocess.PIPE,  # its end tells the stage that the runner is gone
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -183,13 +183,15 @@ def _process(
     raise _failure(stage, failures, process.returncode, layout)
 
 
-def _launcher(stage: Stage, plan: Plan) -> list[str]:
-    module = ["-m", "spec_compat.pipeline.stage"]
-    gpus = plan.config.train_gpus or (_visible_gpus() if stage == "train" else 0)
-    if stage == "train" and gpus > 1:
+def command(stage: Stage, train_gpus: int | None, root: Path, events: Path) -> list[str]:
+    """What runs a stage: training on several GPUs by torchrun, a process each."""
+    words = ["-m", "spec_compat.pipeline.stage", stage]
+    words += ["--directory", str(root), "--events", str(events)]
+    gpus = (train_gpus or _visible_gpus()) if stage == "train" else 1
+    if gpus > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
-        return [sys.executable, *torchrun, *module]
-    return [sys.executable, *module]
+        words = [*torchrun, *words]
+    return [sys.executable, *words]
 
 
 def _environment(own: Mapping[str, str], reports: str, workers: int = 1) -> dict[str, str]:

@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one stage; exit code 0, 1 for a crash, 2 for what the user can mend."""
     parser = argparse.ArgumentParser(prog="python -m spec_compat.pipeline.stage")
     parser.add_argument("stage", choices=STAGES)
-    parser.add_argument("--run", type=Path, required=True)
+    # torchrun takes what could be the beginning of an option of its own, such as --run, for itself.
+    parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--events", type=Path)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
@@ -75,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.events is not None:
         threading.Thread(target=_outlive_no_runner, daemon=True).start()
     try:
-        result = _function(options.stage)(_job(options.run, events))
+        result = _function(options.stage)(_job(options.directory, events))
     except KeyboardInterrupt:
         traceback.print_exc()
         return 128 + signal.SIGTERM
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except Exception as error:
         traceback.print_exc()
-        if line := disk.fault(error, options.run):
+        if line := disk.fault(error, options.directory):
             events.failed("user", line)
             return 2
         events.failed("crash", _one_line(error))

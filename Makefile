@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo serving test lint clean
+.PHONY: help setup demo serving test matrix faults bench lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -19,8 +19,19 @@ serving: ## build .venv-serve, whose vLLM serves heads on a CPU (Python 3.11 or 
 
 test: lint ## run lint and the whole test suite, live tests included
 	-@$(PYTHON) scripts/bootstrap.py serve
-	@$(PYTEST) tests/unit # in processes without torch and vllm
+	@$(PYTEST) tests/unit tests/contract # in processes without torch and vllm
 	@$(PYTEST) tests/live tests/e2e
+
+matrix: setup ## run every pair of releases and keep what was seen in support.toml
+	@$(BIN)/python scripts/matrix.py
+
+faults: setup ## kill runs at 100 points, fail disks, flip bytes
+	@FAULT_POINTS=100 $(BIN)/python -m pytest tests/faults
+
+bench: setup ## measure extraction, the loader and the import
+	@$(BIN)/python scripts/bench_extract.py --cases raw,extract,shards,fp8,generate,transformers --json extract.json
+	@$(BIN)/python scripts/bench_loader.py --json loader.json
+	@$(BIN)/python scripts/bench_import.py --json import.json
 
 lint: setup ## check style, types and import directions
 	$(BIN)/ruff check .

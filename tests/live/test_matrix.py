@@ -1,6 +1,6 @@
 """An old and a new release of vLLM, each in an environment of its own; `make matrix` runs them all.
 
-The old one has the main environment's kind of torch, the new one that of .venv-serve.
+The old one has the torch of the main environment, the new one that of .venv-serve.
 """
 
 import sys
@@ -19,7 +19,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return matrix.oracles(tmp_path_factory.mktemp("oracles"))
 
 
-@pytest.mark.parametrize(("vllm", "speculators"), [("0.12.0", "0.3.0"), ("0.32.0", "0.4.0.1")])
+@pytest.mark.parametrize(("vllm", "speculators"), [("0.15.1", "0.3.0"), ("0.32.0", "0.4.0.1")])
 def test_300_rows_equal_transformers(
     vllm: str, speculators: str, models: list[Path], tmp_path: Path
 ) -> None:

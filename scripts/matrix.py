@@ -250,7 +250,7 @@ def main() -> None:
                 f"        patched: {run['note']}\n        unpatched: {run['unpatched']}", flush=True
             )
     shutil.rmtree(asked.scratch)
-    support_table.write_readme()
+    support_table.write()
     sys.exit(f"matrix: {failed} pairs failed" if failed else 0)
 
 

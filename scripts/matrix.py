@@ -66,7 +66,7 @@ class Cell:
     target: Path
 
     def run(self, *models: Path, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run tests/live/cell.py in a process of its own; an exit status of 124 is its time limit."""
+        """Run tests/live/cell.py in a process of its own; its exit status is 124 when it hangs."""
         command = [str(self.python), str(CELL), *map(str, models)]
         variables = {**os.environ, **SETTINGS, "PYTHONPATH": str(self.target), **env}
         try:

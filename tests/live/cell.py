@@ -23,7 +23,7 @@ import spec_compat
 import spec_compat.patches
 from spec_compat import registry
 
-ORDERS = 3
+ORDERS = 2
 NOT_PATCHED = (
     "datasets",
     "transformers",

@@ -46,6 +46,10 @@ def fact(name: str) -> Holds:
     return lambda taken: name in taken["facts"]
 
 
+def serves(*architectures: str) -> Holds:
+    return lambda taken: set(architectures) <= set(taken["eagle3"])
+
+
 def asks(taken: Mapping[str, Any], pattern: str) -> bool:
     """Whether vLLM's wheel asks for such a transformers."""
     return re.search(pattern, taken["requires"]["transformers"]) is not None
@@ -77,6 +81,8 @@ CLAIMS: dict[tuple[str, str], Holds] = {
     ("extract/single-reply", "0.11.1"): fact("a single reply is no list"),
     ("extract/torch-name", "0.19.1"): lambda taken: asks(taken, r"[!>]=5\."),
     ("extract/torch-name", "0.24.0"): lambda taken: asks(taken, r">=5\."),
+    ("serve/deepseek-eagle3", "0.18.0"): serves("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    ("serve/kimi-k25-eagle3", "0.18.0"): serves("KimiK25ForConditionalGeneration"),
     ("extract/warm-up", "0.27.0"): lambda taken: not fact("initialize_from_config warms up")(taken),
 }
 # Named for another reason: the release that speculators copied from, the last one before a change.
@@ -88,6 +94,8 @@ NAMED = {
     ("extract/preload", "0.19.0"),
     ("extract/single-reply", "0.11.0"),
     ("extract/warm-up", "0.26.0"),
+    ("serve/eagle3-config", "0.17.0"),
+    ("serve/eagle3-config", "0.18.0"),
 }
 
 

@@ -13,28 +13,44 @@ LAYER_IDS = [2, 4, 5, 7]
 ROW = list(range(3, 90))
 
 
-def watch(worker: Any, served_ids: list[int]) -> None:
-    """Make the model return what an EAGLE-3 head is served, and keep it."""
-    model = worker.model_runner.model
-    model.set_aux_hidden_state_layers(tuple(served_ids))
+def watch(worker: Any) -> bool:
+    """Keep what the model returns from now on; whether vLLM takes it for a verifier of EAGLE-3."""
+    from vllm.model_executor.models.interfaces import supports_eagle3
 
     def keep(model: Any, inputs: Any, output: Any) -> Any:
-        hidden, worker.aux_states = output
-        return hidden
+        worker.returned = output if isinstance(output, tuple) else (output, [])
+        return worker.returned[0]
 
+    model = worker.model_runner.model
     model.register_forward_hook(keep)
+    return supports_eagle3(model)
 
 
-def aux_states(worker: Any) -> list[Any]:
-    return [states[: len(ROW)].cpu() for states in worker.aux_states]
+def ask(worker: Any, served_ids: list[int]) -> tuple[int, ...]:
+    """Make the model return what an EAGLE-3 head is served; the ids for a head that names none."""
+    worker.model_runner.model.set_aux_hidden_state_layers(tuple(served_ids))
+    defaults: tuple[int, ...] = worker.model_runner.model.get_eagle3_aux_hidden_state_layers()
+    return defaults
+
+
+def returned(worker: Any) -> tuple[Any, list[Any]]:
+    hidden, states = worker.returned
+    return hidden[: len(ROW)].cpu(), [state[: len(ROW)].cpu() for state in states]
 
 
 def main(model: str, out: Path) -> None:
     generator = VllmHiddenStatesGenerator(model, layer_ids=LAYER_IDS, max_model_len=512)
-    generator.executor.collective_rpc(watch, args=([i + 1 for i in LAYER_IDS[:-1]],))
-    (row,) = generator.generate([ROW])
-    (served,) = generator.executor.collective_rpc(aux_states)
-    torch.save({"captured": row["hidden_states"], "served": served}, out)
+    workers = generator.executor.collective_rpc
+    (supported,) = workers(watch)
+    found: dict[str, Any] = {"supported": supported}
+    if supported:
+        generator.generate([ROW])
+        ((found["without"], _),) = workers(returned)
+        (found["defaults"],) = workers(ask, args=([i + 1 for i in LAYER_IDS[:-1]],))
+        (row,) = generator.generate([ROW])
+        found["captured"] = row["hidden_states"]
+        ((found["returned"], found["served"]),) = workers(returned)
+    torch.save(found, out)
 
 
 if __name__ == "__main__":

@@ -70,12 +70,18 @@ def disabled() -> frozenset[str]:
 
 
 def enabled() -> frozenset[str]:
-    """The ids of opt-in patches that SPEC_COMPAT_ENABLE turns on; a stage stands for all of its."""
-    known = {patch.id: patch.stage for patch in patches() if patch.opt_in}
+    """The ids of the opt-in patches that SPEC_COMPAT_ENABLE turns on.
+
+    A stage stands for all of its own, and a patch for those that it comes after as well.
+    """
+    known = {patch.id: patch for patch in patches() if patch.opt_in}
     named = {part.strip() for part in os.environ.get("SPEC_COMPAT_ENABLE", "").split(",")} - {""}
-    for name in sorted(named - known.keys() - set(known.values())):
+    for name in sorted(named - known.keys() - {patch.stage for patch in known.values()}):
         raise UnknownPatch(name, known, "SPEC_COMPAT_ENABLE")
-    return frozenset(patch_id for patch_id, stage in known.items() if {patch_id, stage} & named)
+    for patch in reversed(known.values()):
+        if {patch.id, patch.stage} & named:
+            named.update(patch.after)
+    return frozenset(named & known.keys() | {p.id for p in known.values() if p.stage in named})
 
 
 def _planned(

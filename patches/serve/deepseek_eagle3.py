@@ -23,6 +23,7 @@ patch = Patch(
     module="vllm.model_executor.models.deepseek_v2",
     when={"vllm": ">=0.16,<0.18"},
     scope="worker",
+    after=("serve/eagle3-config",),
 )
 
 FORWARD = {"self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds"}

@@ -18,5 +18,6 @@ patch = Patch(
     module="vllm.model_executor.models.kimi_k25",
     when={"vllm": ">=0.16,<0.18"},
     scope="worker",
+    after=("serve/deepseek-eagle3",),
 )
 declare(patch, "KimiK25ForConditionalGeneration")

@@ -200,25 +200,31 @@ def test_disabled_patches_do_not_apply(
     [
         ("", ["train/any"]),
         ("serve/a", ["serve/a", "train/any"]),
-        (" serve , ", ["serve/a", "serve/b", "train/any"]),
+        ("serve/b", ["serve/a", "serve/b", "train/any"]),
+        (" serve , ", ["serve/a", "serve/b", "serve/c", "train/any"]),
     ],
 )
 def test_what_changes_vllm_applies_only_where_it_is_asked_for(
     discover, monkeypatch: pytest.MonkeyPatch, value: str, applying: list[str]
 ) -> None:
-    files = {f"serve/{name}.py": source(name, module="vllm.config", when={}) for name in "ab"}
+    """With what it comes after."""
+    after = {"b": ("serve/a",), "c": ("serve/b",)}
+    files = {
+        f"serve/{n}.py": source(n, module="vllm.config", when={}, after=after.get(n, ()))
+        for n in "abc"
+    }
     patches = discover({**files, "train/any.py": source("c", when={})})
     monkeypatch.setattr(registry, "patches", lambda: patches)
     monkeypatch.setenv("SPEC_COMPAT_ENABLE", value)
     planned = registry.plan(environment())
-    assert [item.patch.id for item in planned if item.applies] == applying
+    assert sorted(item.patch.id for item in planned if item.applies) == applying
     off = {item.reason for item in planned if not item.applies}
     assert off <= {"off unless SPEC_COMPAT_ENABLE=serve"}
     monkeypatch.setenv("SPEC_COMPAT_DISABLE", "serve/a")
     assert "serve/a" not in {item.patch.id for item in registry.plan(environment()) if item.applies}
 
 
-@pytest.mark.parametrize("wrong", ["serve/c", "train/any", "1"])
+@pytest.mark.parametrize("wrong", ["serve/c", "train/any", "train", "1"])
 def test_only_what_changes_vllm_can_be_asked_for(
     discover, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:

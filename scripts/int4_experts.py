@@ -36,7 +36,7 @@ GEOMETRY: dict[str, Any] = {
 }  # fmt: skip
 OPTIONS = (
     "--trust-remote-code", "--draft-vocab-size", "32000", "--seq-length", "256", "--epochs", "1",
-    "--total-seq-len", "512", "--ttt-steps", "2",
+    "--total-seq-len", "512", "--ttt-steps", "2", "--gpu-memory-utilization", "0.3",
 )  # fmt: skip
 ROWS = 24
 COMPARED = 4
@@ -100,7 +100,10 @@ def command(*arguments: object) -> int:
 
 
 def compare(run: Path, model: Path) -> None:
-    """The median error of a token's states, and how far the layer before is from them."""
+    """Median errors of a token's states, ours and those of transformers in bf16.
+
+    Both are against transformers in float32; `layer_before` is how far the layer before is off.
+    """
     import torch
 
     from spec_compat.pipeline import storage, verify
@@ -108,21 +111,35 @@ def compare(run: Path, model: Path) -> None:
     from tests import kimi
 
     layers = Manifest.model_validate_json((run / "manifest.json").read_text()).options["layer_ids"]
+    files = sorted((run / "gen" / "talks").glob("data_*.pt"))[:COMPARED]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    oracle = kimi.language_model(model, torch.bfloat16).to(device)
-    for file in sorted((run / "gen" / "talks").glob("data_*.pt"))[:COMPARED]:
-        row = storage.load(file)
+    oracle = kimi.language_model(model, torch.float32).to(device)
+    norm = oracle.model.norm
+
+    def states(ids: Any) -> Any:
         with torch.inference_mode():
-            output = oracle(row["input_ids"][None].to(device), output_hidden_states=True)
-            medians, before = [], []
-            for layer_id, state in zip(layers, row["hidden_states"], strict=True):
-                last = layer_id == layers[-1]
-                ours = oracle.model.norm(state.to(device)) if last else state
-                right = output.hidden_states
-                medians.append(round(verify.errors(ours, right[layer_id + 1][0])[0], 5))
-                before.append(round(verify.errors(state, right[layer_id][0])[0], 5))
+            return oracle(ids[None].to(device), output_hidden_states=True).hidden_states
+
+    def median(found: Any, right: Any) -> float:
+        return round(verify.errors(found, right)[0], 5)
+
+    rows = [storage.load(file) for file in files]
+    exact = [states(row["input_ids"]) for row in rows]
+    ours, before = [], []
+    for row, right in zip(rows, exact, strict=True):
+        stored = list(row["hidden_states"])
+        before.append([median(s, right[k][0]) for k, s in zip(layers, stored, strict=True)])
+        with torch.inference_mode():
+            stored[-1] = norm(stored[-1].to(device).float())  # as transformers has the last layer's
+        ours.append([median(s, right[k + 1][0]) for k, s in zip(layers, stored, strict=True)])
+    oracle.bfloat16()
+    for file, row, right, mine, far in zip(files, rows, exact, ours, before, strict=True):
+        rounded = states(row["input_ids"])
+        theirs = [median(rounded[k + 1][0], right[k + 1][0]) for k in layers]
         tokens = len(row["input_ids"])
-        measure.record(what=file.name, tokens=tokens, median_errors=medians, layer_before=before)
+        measure.record(
+            what=file.name, tokens=tokens, ours=mine, transformers_bf16=theirs, layer_before=far
+        )
 
 
 if __name__ == "__main__":

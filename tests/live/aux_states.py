@@ -13,8 +13,9 @@ LAYER_IDS = [2, 4, 5, 7]
 ROW = list(range(3, 90))
 
 
-def watch(worker: Any) -> bool:
-    """Keep what the model returns from now on; whether vLLM takes it for a verifier of EAGLE-3."""
+def watch(worker: Any) -> dict[str, bool]:
+    """Keep what the model returns from now on; what vLLM takes for a verifier of EAGLE-3."""
+    from vllm.model_executor.models import kimi_vl
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     def keep(model: Any, inputs: Any, output: Any) -> Any:
@@ -23,14 +24,27 @@ def watch(worker: Any) -> bool:
 
     model = worker.model_runner.model
     model.register_forward_hook(keep)
-    return supports_eagle3(model)
+    # It is a protocol: an object has to have its names, whatever its class is.
+    other = object.__new__(kimi_vl.KimiVLForConditionalGeneration)
+    return {"supported": supports_eagle3(model), "Kimi-VL": supports_eagle3(other)}
 
 
-def ask(worker: Any, served_ids: list[int]) -> tuple[int, ...]:
-    """Make the model return what an EAGLE-3 head is served; the ids for a head that names none."""
-    worker.model_runner.model.set_aux_hidden_state_layers(tuple(served_ids))
-    defaults: tuple[int, ...] = worker.model_runner.model.get_eagle3_aux_hidden_state_layers()
-    return defaults
+def ask(worker: Any, served_ids: list[int]) -> dict[str, Any]:
+    """Make the model return what an EAGLE-3 head is served; what else a server asks it for."""
+    model = worker.model_runner.model
+    model.set_aux_hidden_state_layers(tuple(served_ids))
+    return {
+        "defaults": model.get_eagle3_aux_hidden_state_layers(),
+        "placeholder": getattr(model.config, "image_token_index", None),
+    }
+
+
+def refusal(worker: Any, served_ids: list[int]) -> str:
+    try:
+        worker.model_runner.model.set_aux_hidden_state_layers(tuple(served_ids))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def returned(worker: Any) -> tuple[Any, list[Any]]:
@@ -41,15 +55,15 @@ def returned(worker: Any) -> tuple[Any, list[Any]]:
 def main(model: str, out: Path) -> None:
     generator = VllmHiddenStatesGenerator(model, layer_ids=LAYER_IDS, max_model_len=512)
     workers = generator.executor.collective_rpc
-    (supported,) = workers(watch)
-    found: dict[str, Any] = {"supported": supported}
-    if supported:
+    found: dict[str, Any] = dict(*workers(watch))
+    if found["supported"]:
         generator.generate([ROW])
         ((found["without"], _),) = workers(returned)
-        (found["defaults"],) = workers(ask, args=([i + 1 for i in LAYER_IDS[:-1]],))
+        found.update(*workers(ask, args=([i + 1 for i in LAYER_IDS[:-1]],)))
         (row,) = generator.generate([ROW])
         found["captured"] = row["hidden_states"]
         ((found["returned"], found["served"]),) = workers(returned)
+        (found["refusal"],) = workers(refusal, args=([LAYER_IDS[-1] + 1],))
     torch.save(found, out)
 
 

@@ -1,18 +1,35 @@
-"""Makes vLLM's configuration of a server for a verifier with a head; prints what it says of it."""
+"""Makes vLLM's configuration of a server for a verifier with a head, with the patch and without."""
 
 import sys
+from typing import Any
+
+import spec_compat
 
 
-def main(model: str, head: str) -> None:
+def configuration(model: str, head: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     speculative = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
     arguments = EngineArgs(model=model, trust_remote_code=True, speculative_config=speculative)
-    config = arguments.create_engine_config().speculative_config
-    assert config
-    first = config.compute_hash()
-    config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = [1, 2, 3]
-    print("accepted", "of other layers" if config.compute_hash() != first else "of any layers")
+    return arguments.create_engine_config().speculative_config
+
+
+def graphs(config: Any) -> int:
+    """How many compiled graphs heads of two different sets of layers have."""
+    written = config.draft_model_config.hf_config
+    hashes = set()
+    for layers in ([1, 2, 3], [2, 4, 5]):
+        written.eagle_aux_hidden_state_layer_ids = layers
+        hashes.add(config.compute_hash())
+    return len(hashes)
+
+
+def main(model: str, head: str) -> None:
+    config = configuration(model, head)
+    print("with:", graphs(config), "graphs")
+    spec_compat.undo("serve/eagle3-config")
+    print("without:", graphs(config), "graphs")
+    configuration(model, head)
 
 
 if __name__ == "__main__":

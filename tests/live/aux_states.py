@@ -6,27 +6,34 @@ from typing import Any
 
 import torch
 
-import spec_compat  # noqa: F401
+import spec_compat
+from spec_compat import registry
 from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
 LAYER_IDS = [2, 4, 5, 7]
 ROW = list(range(3, 90))
 
 
-def watch(worker: Any) -> dict[str, bool]:
-    """Keep what the model returns from now on; what vLLM takes for a verifier of EAGLE-3."""
-    from vllm.model_executor.models import kimi_vl
-    from vllm.model_executor.models.interfaces import supports_eagle3
+def watch(worker: Any) -> None:
+    """Keep what the model returns from now on."""
 
     def keep(model: Any, inputs: Any, output: Any) -> Any:
         worker.returned = output if isinstance(output, tuple) else (output, [])
         return worker.returned[0]
 
-    model = worker.model_runner.model
-    model.register_forward_hook(keep)
+    worker.model_runner.model.register_forward_hook(keep)
+
+
+def supported(worker: Any, undone: list[str]) -> list[bool]:
+    """Whether vLLM takes the model, and Kimi-VL, for verifiers of EAGLE-3 without these patches."""
+    from vllm.model_executor.models import kimi_vl
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    if undone:
+        spec_compat.undo(*undone)
     # It is a protocol: an object has to have its names, whatever its class is.
     other = object.__new__(kimi_vl.KimiVLForConditionalGeneration)
-    return {"supported": supports_eagle3(model), "Kimi-VL": supports_eagle3(other)}
+    return [supports_eagle3(model) for model in (worker.model_runner.model, other)]
 
 
 def ask(worker: Any, served_ids: list[int]) -> dict[str, Any]:
@@ -55,15 +62,18 @@ def returned(worker: Any) -> tuple[Any, list[Any]]:
 def main(model: str, out: Path) -> None:
     generator = VllmHiddenStatesGenerator(model, layer_ids=LAYER_IDS, max_model_len=512)
     workers = generator.executor.collective_rpc
-    found: dict[str, Any] = dict(*workers(watch))
-    if found["supported"]:
-        generator.generate([ROW])
-        ((found["without"], _),) = workers(returned)
-        found.update(*workers(ask, args=([i + 1 for i in LAYER_IDS[:-1]],)))
-        (row,) = generator.generate([ROW])
-        found["captured"] = row["hidden_states"]
-        ((found["returned"], found["served"]),) = workers(returned)
-        (found["refusal"],) = workers(refusal, args=([LAYER_IDS[-1] + 1],))
+    workers(watch)
+    found: dict[str, Any] = {}
+    (found["supported"],) = workers(supported, args=([],))
+    generator.generate([ROW])
+    ((found["without"], _),) = workers(returned)
+    found.update(*workers(ask, args=([i + 1 for i in LAYER_IDS[:-1]],)))
+    (row,) = generator.generate([ROW])
+    found["captured"] = row["hidden_states"]
+    ((found["returned"], found["served"]),) = workers(returned)
+    (found["refusal"],) = workers(refusal, args=([LAYER_IDS[-1] + 1],))
+    patches = [patch.id for patch in registry.patches() if patch.opt_in]
+    (found["undone"],) = workers(supported, args=(patches,))
     torch.save(found, out)
 
 

@@ -74,8 +74,11 @@ def streams(path: Path, class_name: str, rows: Rows, dtype: torch.dtype) -> list
     with torch.inference_mode():
         for row in rows:
             taken.clear()
-            positions = torch.arange(len(row))[None]  # that of GLM-4V makes wrong ones of its own
-            model(input_ids=torch.tensor([row]), position_ids=positions, use_cache=False)
+            # GLM-4V makes wrong positions of its own, and without a mask stumbles over given ones.
+            positions = torch.arange(len(row))[None]
+            mask = torch.ones_like(positions)
+            ids = torch.tensor([row])
+            model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
             result.append([stream[0] for stream in taken])
     return result
 

@@ -64,8 +64,9 @@ def layer_errors(
 
 def streams(path: Path, class_name: str, rows: Rows, dtype: torch.dtype) -> list[Layers]:
     """The stream after each decoder layer, for each row."""
+    beside = path / "oracle"
     model: Any = getattr(transformers, class_name).from_pretrained(
-        path, dtype=dtype, attn_implementation="eager"
+        beside if beside.exists() else path, dtype=dtype, attn_implementation="eager"
     )
     taken: Layers = []
     for layer in _decoder_layers(model.eval()):
@@ -84,11 +85,11 @@ def streams(path: Path, class_name: str, rows: Rows, dtype: torch.dtype) -> list
 
 
 def _decoder_layers(model: Any) -> Any:
-    """The longest list of layers outside a vision tower."""
+    """The longest list of layers outside a tower."""
     lists = (
         module
         for name, module in model.named_modules()
-        if name.endswith("layers") and "vision" not in name and "visual" not in name
+        if name.endswith("layers") and not any(t in name for t in ("vision", "visual", "audio"))
     )
     return max(lists, key=len)
 

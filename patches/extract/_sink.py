@@ -274,6 +274,7 @@ class Sink:
 def open_sink(worker: Any, storage: Any, **options: Any) -> None:
     """In a worker whose capture is set up: from now on steps come with orders."""
     worker._capture.sink = Sink(worker._capture, storage, **options)
+    worker._capture.awaited = True
 
 
 def extract(worker: Any, scheduler_output: Any, order: Order) -> Answer:

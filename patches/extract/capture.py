@@ -58,10 +58,13 @@ class LayerCapture:
         self.complete: dict[str, list[Any]] = {}
         self.last_states: dict[str, Any] = {}
         self.sink: Sink | None = None
+        self.awaited = False  # the second model runner warms up with requests of its own
         self._execute = runner.execute_model
         runner.execute_model = self.execute_model
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.awaited:
+            return self._execute(scheduler_output, *args, **kwargs)
         self.streams.active = True
         output = self._execute(scheduler_output, *args, **kwargs)
         self.streams.active = False
@@ -152,6 +155,7 @@ def setup(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
 def reset(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def _reset_capture(self: Any) -> None:
         capture = self._capture
+        capture.awaited = True
         capture.prompts, capture.partial = {}, {}
         capture.complete, capture.last_states = {}, {}
 

@@ -35,9 +35,10 @@ States were extracted from {first} to {last} UTC, {how}.
 
 Each model is a tiny random one: {layers} decoder layers, bf16, built by transformers from a config
 (`tests/live/zoo.py`). speculators' generator extracts {rows} rows of {shortest} to {longest} tokens
-with the patches, after layers {layer_ids}. The oracle is the class of transformers in float32;
-"bf16" is how far transformers itself is from that in bf16. Errors are relative L2 distances, the
-largest over the layers: of whole rows, and of half of the tokens (where experts are chosen, a
+with the patches, after layers {layer_ids}. The oracle is the class of transformers in float32, and
+where it has none, one that computes the same from the same weights. "bf16" is how far transformers
+itself is from that in bf16. Errors are relative L2 distances, the largest over the layers: of whole
+rows, and of half of the tokens (where experts are chosen, a
 near-tie in bf16 sends a token to another expert, and only the second tells). "Next layer" is the
 smallest distance between the streams after neighbouring layers: what a state of the wrong layer
 would be off by. (Cohere's last layer adds next to nothing, on purpose: counted twice, its stream

@@ -34,3 +34,10 @@ def unify_hybrid_specs(absent: None, module: Any) -> Any:
     from vllm.v1.core.kv_cache_planning import unify_hybrid_kv_cache_specs
 
     return unify_hybrid_kv_cache_specs
+
+
+@patch.provide("vllm.v1.core.kv_cache_utils.get_kv_cache_groups")
+def groups(absent: None, module: Any) -> Any:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+
+    return get_kv_cache_groups

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import disk
+from spec_compat.pipeline import disk, processes
 from spec_compat.pipeline.config import ResolvedConfig
 from spec_compat.pipeline.events import Events
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--events", type=Path)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
-    events = Events(options.events)
+    events, children = Events(options.events), processes.Children()
     signal.signal(signal.SIGTERM, _stop)
     if options.events is not None:
         threading.Thread(target=_outlive_no_runner, daemon=True).start()
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         if line := disk.fault(error, options.directory):
             events.failed("user", line)
             return 2
-        events.failed("crash", _one_line(error))
+        events.failed("crash", _one_line(error, children.signal))
         return 1
     if int(os.environ.get("RANK", "0")) == 0:
         events.result(
@@ -131,7 +131,9 @@ def _job(run: Path, events: Events) -> Job:
     return Job(config, layout, name_datasets(config.data), manifest, events)
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: BaseException, child: int | None) -> str:
+    if child is not None:
+        return f"a worker process was {processes.killed(child)}"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import spec_compat  # noqa: F401
 from spec_compat.errors import SpecCompatError
-from spec_compat.pipeline import config, plan, runner
+from spec_compat.pipeline import config, plan, processes, runner
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest
 from tests import tiny_models
@@ -135,7 +135,8 @@ class Lab:
         try:
             runner.subprocess = Stages(faults, groups)  # type: ignore[attr-defined]
             try:
-                runner.run(self.plan(run), display)  # type: ignore[arg-type]
+                with processes.stopped_once():
+                    runner.run(self.plan(run), display)  # type: ignore[arg-type]
                 code = 0
             except SpecCompatError as failure:
                 code, error = 1, str(failure)

@@ -55,3 +55,10 @@ def test_gpus_are_counted_as_cuda_would(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
     assert runner._visible_gpus() == count
+
+
+def test_no_stage_unpickles_whatever_the_user_has_set() -> None:
+    own = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
+    environment = runner._environment(own, reports="r")
+    assert environment["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
+    assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in environment

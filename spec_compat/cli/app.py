@@ -15,7 +15,7 @@ from spec_compat.cli import check, execute, patches, run
 from spec_compat.cli import doctor as checkup
 from spec_compat.cli.options import with_run_options
 from spec_compat.errors import SpecCompatError, UserError
-from spec_compat.pipeline import processes
+from spec_compat.pipeline import disk, processes
 from spec_compat.pipeline.layout import Stage
 
 app = typer.Typer(
@@ -142,6 +142,10 @@ def _guarded(command: Callable[[], int | None], resumable: bool = True) -> None:
         _fail(str(error), 2)
     except SpecCompatError as error:
         _fail(str(error), 1)
+    except OSError as error:
+        if not resumable or not disk.said(error):
+            raise
+        _fail(disk.said(error), 2)
     except KeyboardInterrupt:
         if not resumable:
             raise

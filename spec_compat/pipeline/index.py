@@ -183,5 +183,6 @@ def _read(file: Path) -> Iterator[tuple[str, Entry]]:
                 name, size, mtime_ns, digest, rows = body.decode().split()
                 if "/" in name:
                     continue  # an index that came with a run of somebody else's leads nowhere
-                lengths = dict([map(int, pair.split(":")) for pair in rows.split(",")])
+                pairs = [pair.split(":") for pair in rows.split(",")]
+                lengths = {int(number): int(length) for number, length in pairs}
                 yield name, Entry(int(size), int(mtime_ns), digest, lengths)

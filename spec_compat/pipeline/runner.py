@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,8 @@ ENVIRONMENT = {
 }
 # Set whatever the user has: no stage unpickles, in code that is not ours either.
 FORCED, CONTRARY = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+# What torchrun logs of a rank that said nothing itself.
+RANK_KILLED, LOG_END = re.compile(rb"Signal (\d+) \(SIG\w+\) received by PID"), 1 << 14
 # For a stage to end by itself, and for what its processes share to be given back.
 GRACE_SECONDS, TRACKER_SECONDS = 10.0, 3.0
 
@@ -234,6 +237,8 @@ def _failure(
         cause = failure["text"]
     elif returncode < 0:
         cause = processes.killed(-returncode)
+    elif ranks := RANK_KILLED.findall(layout.log(stage).read_bytes()[-LOG_END:]):
+        cause = f"a rank was {processes.killed(int(ranks[-1]))}"
     else:
         cause = f"ended with exit code {returncode}"
     return StageFailed(f"{stage}: {cause}; the log is {layout.log(stage)}")

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -78,24 +79,27 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         result = _function(options.stage)(_job(options.directory, events))
     except KeyboardInterrupt:
-        traceback.print_exc()
+        _log_trace()
         return 128 + signal.SIGTERM
     except UserError as error:
-        traceback.print_exc()
         events.failed("user", str(error))
+        _log_trace()
         return 2
     except Exception as error:
-        traceback.print_exc()
-        if line := disk.fault(error, options.directory):
-            events.failed("user", line)
-            return 2
-        events.failed("crash", _one_line(error, children.signal))
-        return 1
+        line = disk.fault(error, options.directory)
+        events.failed(*("user", line) if line else ("crash", _one_line(error, children.signal)))
+        _log_trace()
+        return 2 if line else 1
     if int(os.environ.get("RANK", "0")) == 0:
         events.result(
             digest=result.digest, counts=result.counts, outputs=result.outputs, bytes=result.bytes
         )
     return 0
+
+
+def _log_trace() -> None:
+    with suppress(OSError):  # the log may lie on the disk that is full
+        traceback.print_exc()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

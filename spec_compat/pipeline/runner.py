@@ -38,8 +38,11 @@ ENVIRONMENT = {
 }
 # Set whatever the user has: no stage unpickles, in code that is not ours either.
 FORCED, CONTRARY = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-# What torchrun logs of a rank that said nothing itself.
-RANK_KILLED, LOG_END = re.compile(rb"Signal (\d+) \(SIG\w+\) received by PID"), 1 << 14
+# Where the log ends with the cause: what vLLM logs of a worker whose error it keeps to itself, and
+# torchrun of a rank that could not say anything.
+LOG_END = 1 << 15
+TOLD = re.compile(r" ERROR [^\]\n]*\] ((?:\w+\.)*\w*(?:Error|Exception): .*)")
+RANK_KILLED = re.compile(r"Signal (\d+) \(SIG\w+\) received by PID")
 # For a stage to end by itself, and for what its processes share to be given back.
 GRACE_SECONDS, TRACKER_SECONDS = 10.0, 3.0
 
@@ -233,15 +236,24 @@ def _failure(
     failure = failures[0] if failures else None
     if failure is not None and failure["kind"] == "user":
         return UserError(failure["text"])
-    if failure is not None:
+    log = _end(layout.log(stage))
+    if failure is not None and "root cause" in failure["text"] and (told := TOLD.findall(log)):
+        cause = told[-1]
+    elif failure is not None:
         cause = failure["text"]
     elif returncode < 0:
         cause = processes.killed(-returncode)
-    elif ranks := RANK_KILLED.findall(layout.log(stage).read_bytes()[-LOG_END:]):
+    elif ranks := RANK_KILLED.findall(log):
         cause = f"a rank was {processes.killed(int(ranks[-1]))}"
     else:
         cause = f"ended with exit code {returncode}"
     return StageFailed(f"{stage}: {cause}; the log is {layout.log(stage)}")
+
+
+def _end(log: Path) -> str:
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - LOG_END))
+        return stream.read().decode("utf-8", errors="replace")
 
 
 @contextmanager

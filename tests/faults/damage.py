@@ -172,6 +172,10 @@ def without_rows(lab: Lab) -> Iterator[Case]:
         return
     try:
         run = lab.without("extract", small / "run")
+        lab.options = {"max_disk": "100kB"}
+        code, _, error = lab.run(run)
+        yield {"max-disk": error, "ok": code == 2 and error.startswith("--max-disk 100kB: ")}
+        lab.options = {}
         code, _, error = lab.run(run)
         kept = len(Index(run / "gen" / "talks"))
         subprocess.run(["mount", "-o", "remount,nr_inodes=9999", small], check=True)
@@ -179,6 +183,7 @@ def without_rows(lab: Lab) -> Iterator[Case]:
         ok = code == 2 and SAID[errno.ENOSPC] in error and again == 0 and not differing(lab, run)
         yield {"full": "extract", "rows kept": kept, "error": error, "ok": ok}
     finally:
+        lab.options = {}
         subprocess.run(["umount", "-l", small], check=False)
 
 

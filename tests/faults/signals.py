@@ -47,7 +47,7 @@ class Run:
         earlier = len(read(log))
         while len(read(log)) == earlier or not when(self):
             assert process.poll() is None, process.communicate()
-            time.sleep(0.02)
+            time.sleep(0.05)
         return process
 
     def processes(self) -> list[Path]:

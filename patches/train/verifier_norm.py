@@ -69,4 +69,6 @@ def final_norm(module: ModuleType, verifier: str) -> Any:
         raise ValueError(f"{verifier}: no {NORM_WEIGHT} among the verifier's weights")
     del norm.weight
     norm.register_buffer("weight", weights[NORM_WEIGHT].float(), persistent=False)
+    # Its weight stays float32 where FSDP makes lm_head and what it is given bfloat16.
+    norm.register_forward_hook(lambda norm, inputs, normed: normed.to(inputs[0].dtype))
     return norm

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -13,6 +15,7 @@ from spec_compat.cli import check, execute, patches, run
 from spec_compat.cli import doctor as checkup
 from spec_compat.cli.options import with_run_options
 from spec_compat.errors import SpecCompatError, UserError
+from spec_compat.pipeline import disk, processes
 from spec_compat.pipeline.layout import Stage
 
 app = typer.Typer(
@@ -133,14 +136,20 @@ def execute_script(
 def _guarded(command: Callable[[], int | None], resumable: bool = True) -> None:
     """Exit code 2 with one line for what the user can mend, 1 for a crash of a stage."""
     try:
-        code = command()
+        with processes.stopped_once() if resumable else nullcontext():
+            code = command()
     except UserError as error:
         _fail(str(error), 2)
     except SpecCompatError as error:
         _fail(str(error), 1)
+    except OSError as error:
+        if not resumable or not disk.said(error):
+            raise
+        _fail(disk.said(error), 2)
     except KeyboardInterrupt:
         if not resumable:
             raise
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one that comes now changes nothing
         _fail("stopped; the same command goes on from here", 130)
     if code:
         raise typer.Exit(code)

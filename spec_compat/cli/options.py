@@ -38,7 +38,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """A keyword parameter whose default says only whether the option was given."""
     kind = _type(field.annotation)
     written = f"{flag(name)}/--no-{name.replace('_', '-')}" if kind is bool else flag(name)
-    option = typer.Option(written, help=_help(field), show_default=False)
+    option = typer.Option(written, help=_help(field), show_default=False, readable=False)
     annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation

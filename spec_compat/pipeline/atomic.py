@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -83,9 +84,15 @@ def _temporary(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file, or the names in a directory."""
+    """Have the disk hold what was written to a file, or the names in a directory.
+
+    Some network file systems do not sync directories; there the server does it by itself.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)

@@ -63,6 +63,13 @@ def parse(text: str) -> float:
     return float(number.rstrip("KMGT")) * factor
 
 
+def said(error: OSError) -> str:
+    """One line for what its user can mend at a file, empty for another error."""
+    if error.errno not in ERRORS or not error.filename:
+        return ""
+    return f"{error.filename}: {os.strerror(error.errno).lower()}"
+
+
 def fault(error: BaseException, run: Path) -> str:
     """One line for an error that the disk is the cause of, empty for another."""
     number = error.errno if isinstance(error, OSError) else None

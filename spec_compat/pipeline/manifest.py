@@ -157,6 +157,8 @@ def refuse_another_run(manifest: Manifest, plan: Plan, first: Stage | None) -> N
 def inputs(manifest: Manifest, plan: Plan, stage: Stage) -> dict[str, str]:
     """All that the stage's result depends on, by name; what comes before it has finished."""
     options = options_of(plan.config, stage)
+    if stage == "export" and plan.config.verifier_name is None:
+        options["verifier_name"] = plan.config.model
     return {
         **{name: plan.sources[name] for name in plan.sources if _reads(stage, name)},
         **{flag(name): json.dumps(options[name]) for name in options if name not in BY_CONTENT},
@@ -175,7 +177,7 @@ def fault(manifest: Manifest, plan: Plan, layout: Layout, stage: Stage) -> str |
     if record is None:
         return ""
     now = inputs(manifest, plan, stage)
-    for name in now.keys() | record.inputs.keys():
+    for name in dict.fromkeys((*now, *record.inputs)):
         old, new = record.inputs.get(name), now.get(name)
         if old != new:
             short = old and new and max(len(old), len(new)) < LONG
@@ -221,8 +223,14 @@ def locked(layout: Layout) -> Iterator[int]:
     with layout.lock.open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise UserError(f"--output {layout.root}: another process works on this run") from None
+        except OSError as error:
+            raise UserError(
+                f"--output {layout.root}: its file system has no locks"
+                f" ({os.strerror(error.errno or 0).lower()}), and two runs would spoil each other;"
+                " choose a directory elsewhere"
+            ) from None
         yield stream.fileno()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,11 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from spec_compat.errors import SpecCompatError, UserError
-from spec_compat.pipeline import atomic, disk
+from spec_compat.pipeline import atomic, disk, processes
 from spec_compat.pipeline import manifest as manifests
 from spec_compat.pipeline.display import Display
 from spec_compat.pipeline.events import Event, channel
@@ -36,6 +36,13 @@ ENVIRONMENT = {
     # A file in the current directory must not stand in for a module of the same name.
     "PYTHONSAFEPATH": "1",
 }
+# Set whatever the user has: no stage unpickles, in code that is not ours either.
+FORCED, CONTRARY = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+# Where the log ends with the cause: what vLLM logs of a worker whose error it keeps to itself, and
+# torchrun of a rank that could not say anything.
+LOG_END = 1 << 15
+TOLD = re.compile(r" ERROR [^\]\n]*\] ((?:\w+\.)*\w*(?:Error|Exception): .*)")
+RANK_KILLED = re.compile(r"Signal (\d+) \(SIG\w+\) received by PID")
 # For a stage to end by itself, and for what its processes share to be given back.
 GRACE_SECONDS, TRACKER_SECONDS = 10.0, 3.0
 
@@ -74,7 +81,7 @@ def _run(plan: Plan, display: Display, first: Stage | None, last: Stage | None) 
     stages = selected(first, last)
     _earlier(plan, layout, stages, first)  # once before the lock, which makes the directory
     room = Room(plan.config, lambda text: display.event({"event": "note", "text": text}))
-    with manifests.locked(layout) as lock, _interruptible(), room:
+    with manifests.locked(layout) as lock, room:
         earlier = _earlier(plan, layout, stages, first)
         manifest = earlier or manifests.begin(plan)
         manifest.options = plan.config.model_dump(mode="json")
@@ -178,6 +185,8 @@ def _process(
             while process.poll() is None:
                 _forward(events.receive(0.2), receive)
             _forward(events.receive(0), receive)
+    if not _is_there(lock, layout):  # what is not there is made anew by libraries, in silence
+        raise UserError(f"--output {layout.root}: the directory is gone")
     if process.returncode == 0 and record:
         return record
     raise _failure(stage, failures, process.returncode, layout)
@@ -195,7 +204,8 @@ def command(stage: Stage, train_gpus: int | None, root: Path, events: Path) -> l
 
 
 def _environment(own: Mapping[str, str], reports: str, workers: int = 1) -> dict[str, str]:
-    environment = {**ENVIRONMENT, **own, "SPEC_COMPAT_REPORT_DIR": reports}
+    environment = {**ENVIRONMENT, **own, **FORCED, "SPEC_COMPAT_REPORT_DIR": reports}
+    environment.pop(CONTRARY, None)
     if workers > 1:  # on a CPU vLLM refuses more workers than NUMA nodes unless this is set
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     plugins = environment.get("VLLM_PLUGINS")
@@ -228,15 +238,32 @@ def _failure(
     failure = failures[0] if failures else None
     if failure is not None and failure["kind"] == "user":
         return UserError(failure["text"])
-    if failure is not None:
+    log = _end(layout.log(stage))
+    if failure is not None and "root cause" in failure["text"] and (told := TOLD.findall(log)):
+        cause = told[-1]
+    elif failure is not None:
         cause = failure["text"]
     elif returncode < 0:
-        cause = f"killed by {signal.Signals(-returncode).name}"
-        if returncode == -signal.SIGKILL:
-            cause += ", by hand or because memory ran out"
+        cause = processes.killed(-returncode)
+    elif ranks := RANK_KILLED.findall(log):
+        cause = f"a rank was {processes.killed(int(ranks[-1]))}"
     else:
         cause = f"ended with exit code {returncode}"
     return StageFailed(f"{stage}: {cause}; the log is {layout.log(stage)}")
+
+
+def _is_there(lock: int, layout: Layout) -> bool:
+    """Whether the run directory is still the one that was locked."""
+    try:
+        return os.path.samestat(os.fstat(lock), layout.lock.stat())
+    except OSError:
+        return False
+
+
+def _end(log: Path) -> str:
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - LOG_END))
+        return stream.read().decode("utf-8", errors="replace")
 
 
 @contextmanager
@@ -245,42 +272,20 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
     try:
         yield
     finally:
-        try:
+        with processes.hastened(process.pid):
             if process.poll() is None:
-                _signal_group(process, signal.SIGTERM)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE_SECONDS)
             # Semaphores and shared memory are given back by a process that outlives the others.
-            _wait_for_group(process, TRACKER_SECONDS)
-        finally:
-            _signal_group(process, signal.SIGKILL)
+            _wait_for_group(process.pid, TRACKER_SECONDS)
+            processes.end(process.pid)
             process.wait()
+            _wait_for_group(process.pid, TRACKER_SECONDS)
 
 
-def _wait_for_group(process: subprocess.Popen[bytes], seconds: float) -> None:
+def _wait_for_group(group: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(process.pid, 0)
-        except OSError:
-            return
+    while any(processes.members(group)) and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -15,13 +15,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import disk
+from spec_compat.pipeline import disk, processes
 from spec_compat.pipeline.config import ResolvedConfig
 from spec_compat.pipeline.events import Events
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
@@ -71,31 +72,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--events", type=Path)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=LOG_FORMAT)
-    events = Events(options.events)
+    events, children = Events(options.events), processes.Children()
     signal.signal(signal.SIGTERM, _stop)
     if options.events is not None:
         threading.Thread(target=_outlive_no_runner, daemon=True).start()
     try:
         result = _function(options.stage)(_job(options.directory, events))
     except KeyboardInterrupt:
-        traceback.print_exc()
+        _log_trace()
         return 128 + signal.SIGTERM
     except UserError as error:
-        traceback.print_exc()
         events.failed("user", str(error))
+        _log_trace()
         return 2
     except Exception as error:
-        traceback.print_exc()
-        if line := disk.fault(error, options.directory):
-            events.failed("user", line)
-            return 2
-        events.failed("crash", _one_line(error))
-        return 1
+        line = disk.fault(error, options.directory)
+        events.failed(*("user", line) if line else ("crash", _one_line(error, children.signal)))
+        _log_trace()
+        return 2 if line else 1
     if int(os.environ.get("RANK", "0")) == 0:
         events.result(
             digest=result.digest, counts=result.counts, outputs=result.outputs, bytes=result.bytes
         )
     return 0
+
+
+def _log_trace() -> None:
+    with suppress(OSError):  # the log may lie on the disk that is full
+        traceback.print_exc()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -131,7 +135,9 @@ def _job(run: Path, events: Events) -> Job:
     return Job(config, layout, name_datasets(config.data), manifest, events)
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: BaseException, child: int | None) -> str:
+    if child is not None:
+        return f"a worker process was {processes.killed(child)}"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -146,7 +146,7 @@ def load(file: Path) -> Row:
 def holder(file: Path) -> Path:
     """What holds the row of this `data_{i}.pt`: that file, or a shard. It need not be there."""
     shard = index(file.parent).get(str(_number(file)))
-    return file.parent / shard if shard else file
+    return file.parent / Path(shard).name if shard else file
 
 
 def decoded(row: Row) -> Row:

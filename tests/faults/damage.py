@@ -1,8 +1,9 @@
 """Disks that fail, bytes that flip and files that are not ours, on runs of a tiny model.
 
-    python -m tests.faults.damage DIRECTORY
+    python -m tests.faults.damage DIRECTORY [flips,full]
 
-DIRECTORY is that of the harness. Prints a line of JSON for each case, and ends with 1 if one fails.
+DIRECTORY is that of the harness; the cases named, or all of them, are tried. Prints a line of JSON
+for each, and ends with 1 if one fails.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from spec_compat.errors import UserError
 from spec_compat.pipeline import manifest
+from spec_compat.pipeline.index import Index
 from spec_compat.pipeline.layout import Layout, Stage
+from spec_compat.pipeline.manifest import Manifest
 from spec_compat.pipeline.verify import verify
 from tests.faults.forked import Faults
 from tests.faults.harness import Lab, differing, leftovers, preload
@@ -48,8 +53,10 @@ SAID = {
     errno.ENOSPC: "no space left on device",
     errno.EIO: "input/output error",
     errno.EACCES: "permission denied",
+    errno.ESTALE: "stale file handle",
 }
-SMALL, LARGE = 12, 200  # MB
+LARGE = 200  # MB
+TEMPLATE = "the chat template has changed"
 
 Case = dict[str, Any]
 
@@ -139,8 +146,98 @@ def failures(lab: Lab) -> Iterator[Case]:
             code, _, error = lab.run(run, Faults(run, 3 + turn, fail))
             again, _, _ = lab.run(run)
             good = said in error and "\n" not in error and again == 0
-            ok = code == 1 and good and not differing(lab, run) and not leftovers(run)
+            ok = code == 2 and good and not differing(lab, run) and not leftovers(run)
             yield {"fails": said, "stage": stage, "error": error, "ok": ok}
+
+
+def vanishing(lab: Lab) -> Iterator[Case]:
+    """The directory of the run is taken away while a stage writes into it."""
+    run = lab.without("train", lab.directory / "vanishing")
+    aside = run.with_name("aside")
+    shutil.rmtree(aside, ignore_errors=True)
+    code, _, error = lab.run(run, Faults(run, 30, lambda _: run.rename(aside) and None))
+    ok = code == 2 and error.endswith("the directory is gone")
+    shutil.rmtree(run, ignore_errors=True)
+    again, _, _ = lab.run(aside.rename(run))
+    yield {"vanishes": "train", "error": error, "ok": ok and again == 0 and not differing(lab, run)}
+
+
+def without_rows(lab: Lab) -> Iterator[Case]:
+    """No inode is left for the next row; it goes on when there is one."""
+    small = lab.directory / "small"
+    small.mkdir(exist_ok=True)
+    there = [*lab.reference.rglob("*")]
+    rows = len(there) - sum(file.name.startswith("data_") for file in there)
+    size = ["mount", "-t", "tmpfs", "-o", f"nr_inodes={rows + 12}", "tmpfs", small]
+    if subprocess.run(size, check=False).returncode:
+        return
+    try:
+        run = lab.without("extract", small / "run")
+        lab.options = {"max_disk": "100kB"}
+        code, _, error = lab.run(run)
+        yield {"max-disk": error, "ok": code == 2 and error.startswith("--max-disk 100kB: ")}
+        lab.options = {}
+        code, _, error = lab.run(run)
+        kept = len(Index(run / "gen" / "talks"))
+        subprocess.run(["mount", "-o", "remount,nr_inodes=9999", small], check=True)
+        again, _, _ = lab.run(run)
+        ok = code == 2 and SAID[errno.ENOSPC] in error and again == 0 and not differing(lab, run)
+        yield {"full": "extract", "rows kept": kept, "error": error, "ok": ok}
+    finally:
+        lab.options = {}
+        subprocess.run(["umount", "-l", small], check=False)
+
+
+def changes(lab: Lab) -> Iterator[Case]:
+    """Done again is what depends on a change, and no more."""
+    run, model = lab.directory / "changed", lab.model
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(lab.reference, run)
+    config = model / "tokenizer_config.json"
+    before = config.read_text()
+    content = json.loads(before)
+    template = model / "chat_template.jinja"
+    if template.exists():
+        config, before = template, template.read_text()
+    content["chat_template"] = content.get("chat_template", "") + "{# the same tokens #}"
+    words = before + "{# the same tokens #}" if config == template else json.dumps(content)
+
+    def case(name: str, lines: list[str], skipped: int) -> Case:
+        code, shown, error = lab.run(run)
+        ok = code == 0 and shown["lines"] == lines and len(shown["skips"]) == skipped
+        return {"change": name, "said": shown["lines"], "error": error, "ok": ok}
+
+    for file in [*run.rglob("*"), *model.iterdir(), lab.data]:
+        os.utime(file)
+    yield case("the times of all files", [], 5)
+    try:
+        config.write_text(words)
+        yield case("a template that gives the same tokens", [f"prepare: {TEMPLATE}"], 4)
+    finally:
+        config.write_text(before)
+    lab.model = model.rename(model.with_name("moved"))
+    try:
+        again = [f"prepare: {TEMPLATE}", "export: --verifier-name has changed"]
+        yield case("a model that has moved, with the template of before", again, 3)
+    finally:
+        lab.model = lab.model.rename(model)
+
+
+def pickled(lab: Lab) -> Iterator[Case]:
+    """A checkpoint that would run code, of a trainer that wrote no checksums."""
+    for name in ("optimizer_state_dict.pt", "scheduler_state_dict.pt", "random_state_0.pt"):
+        run, canary = lab.without("train", lab.directory / "pickled"), lab.directory / "canary"
+        canary.unlink(missing_ok=True)
+        last = run / "checkpoints" / "0"
+        shutil.copytree(lab.reference / "checkpoints" / "0", last)
+        (last / "SHA256SUMS").unlink()
+        torch.save(Evil(canary), last / name)
+        record = Manifest.model_validate_json((lab.reference / "manifest.json").read_text())
+        record.stages["train"].finished = None
+        record.save(Layout(run))
+        code, _, error = lab.run(run)
+        ok = code == 1 and "UnpicklingError" in error and not canary.exists()
+        yield {"pickled": name, "error": error, "ok": ok}
 
 
 def full(lab: Lab) -> Iterator[Case]:
@@ -170,7 +267,7 @@ def full(lab: Lab) -> Iterator[Case]:
             ok = notes[:2] == ["paused", "going on"] and code == 0
             if policy == "stop":
                 resize(LARGE)
-                ok = code == 1 and "make space" in error and lab.run(run)[0] == 0
+                ok = code == 2 and "make space" in error and lab.run(run)[0] == 0
             yield {
                 "full": policy,
                 "said": shown.get("lines"),
@@ -183,12 +280,26 @@ def full(lab: Lab) -> Iterator[Case]:
         subprocess.run(["umount", "-l", small], check=False)
 
 
+PARTS = (
+    flips,
+    repairs,
+    foreign,
+    pickled,
+    failures,
+    vanishing,
+    changes,
+    full,
+    without_rows,
+)
+
+
 def main() -> int:
     preload()
     lab = Lab(Path(sys.argv[1]).resolve())
     failed = 0
-    for cases in (flips, repairs, foreign, failures, full):
-        for case in cases(lab):
+    chosen = sys.argv[2].split(",") if len(sys.argv) > 2 else [part.__name__ for part in PARTS]
+    for part in PARTS:
+        for case in part(lab) if part.__name__ in chosen else ():
             failed += not case["ok"]
             print(json.dumps(case), flush=True)
     return 1 if failed else 0

@@ -26,8 +26,8 @@ OPERATIONS = ("fsync", "replace", "rename", "unlink", "mkdir", "rmdir")
 class Faults:
     """What happens in a stage: at operation `at` of its files, `do` is called with its name.
 
-    Operations are those that change names or sync, and each opening of a file of the run for
-    writing. With `at` 0 they are only counted; their number is appended to `counted`.
+    Operations are those that change names in the run or sync its files, and each opening of one for
+    writing. With `at` 0 they are only counted, into a file of `counted` by the stage's name.
     """
 
     run: Path
@@ -42,24 +42,32 @@ class Faults:
         opened = self._opening(builtins.open)
         builtins.open = io.open = opened
 
-    def report(self) -> None:
+    def report(self, stage: str) -> None:
         if self.counted is not None:
-            self.counted.write_text(str(self.done))
+            (self.counted / stage).write_text(str(self.done))
 
     def _counting(self, original: Any, name: str) -> Any:
-        def operation(*args: Any, **kwargs: Any) -> Any:
-            self._count(name)
-            return original(*args, **kwargs)
+        def operation(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_ours(path, kwargs.get("dir_fd")):
+                self._count(name)
+            return original(path, *args, **kwargs)
 
         return operation
 
     def _opening(self, original: Any) -> Any:
         def opening(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if mode.strip("rbt") and str(file).startswith(str(self.run)):
+            if mode.strip("rbt") and self._is_ours(file):
                 self._count("open")
             return original(file, mode, *args, **kwargs)
 
         return opening
+
+    def _is_ours(self, path: Any, directory: int | None = None) -> bool:
+        """Whether a file of the run is meant, by its path or by a descriptor."""
+        opened = path if isinstance(path, int) else directory
+        if opened is not None:
+            path = Path(f"/proc/self/fd/{opened}").readlink()
+        return str(path).startswith(str(self.run))
 
     def _count(self, name: str) -> None:
         self.done += 1
@@ -111,8 +119,9 @@ class Forked:
             from spec_compat.pipeline import stage
 
             faults.arm()
-            code = stage.main(command[command.index("spec_compat.pipeline.stage") + 1 :])
-            faults.report()
+            words = command[command.index("spec_compat.pipeline.stage") + 1 :]
+            code = stage.main(words)
+            faults.report(words[0])
             sys.stdout.flush()
             sys.stderr.flush()
         finally:

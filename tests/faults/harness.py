@@ -25,8 +25,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import spec_compat  # noqa: F401
-from spec_compat.errors import SpecCompatError
-from spec_compat.pipeline import config, plan, runner
+from spec_compat.errors import SpecCompatError, UserError
+from spec_compat.pipeline import config, plan, processes, runner
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest
 from tests import tiny_models
@@ -59,6 +59,9 @@ RESULTS = (
 # and, where there are any, a worker of the stage alone.
 KILLS = ("stage", "runner", "sigterm")
 EXTRACT_KILLS = (*KILLS, "worker")
+# When: at an operation on files of the stage's own process, after a time, or when workers have
+# written so many rows.
+WAYS = ("operation", "time", "files")
 GONE_SECONDS = 20.0
 
 
@@ -93,14 +96,15 @@ class Lab:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self.model, self.data = directory / "model", directory / "talks.jsonl"
-        self.reference = directory / "reference"
+        self.reference, self.counted = directory / "reference", directory / "counted"
         self.options: dict[str, Any] = {}
         if not self.data.exists():
             tiny_models.make_tiny_llama(self.model)
             tiny_models.write_conversations(self.data, ROWS)
         if not (self.reference / "head").exists():
             shutil.rmtree(self.reference, ignore_errors=True)
-            code, _, error = self.run(self.reference)
+            self.counted.mkdir(exist_ok=True)
+            code, _, error = self.run(self.reference, Faults(self.reference, counted=self.counted))
             if code:
                 raise SystemExit(f"the run that is not killed failed: {error}")
         self.expected = results(self.reference)
@@ -110,20 +114,30 @@ class Lab:
         return plan.make(config.load({**given, **OPTIONS, **self.options}))
 
     def run(
-        self, run: Path, faults: Faults | None = None, kill_after: float = 0.0, kill: str = ""
+        self,
+        run: Path,
+        faults: Faults | None = None,
+        kill: str = "",
+        after: float = 0.0,
+        files: int = 0,
     ) -> tuple[int, dict[str, Any], str]:
-        """Run in a fork; its exit code, what it showed, and its error. Kills it if asked to."""
+        """Run in a fork; its exit code, what it showed, and its error.
+
+        It is killed this many seconds after a stage has begun, or when it has written these files.
+        """
         groups, answer = run.with_name(run.name + ".groups"), run.with_name(run.name + ".answer")
         groups.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
         pid = os.fork()
         if pid == 0:
             self._run(run, faults or Faults(run), groups, answer)
-        if kill_after:
+        if kill:
             deadline = time.monotonic() + 120
             while not groups.exists() and time.monotonic() < deadline:
                 time.sleep(0.005)
-            time.sleep(kill_after)
+            time.sleep(after)
+            while len(list(run.glob("gen/*/*data_*"))) < files and not answer.exists():
+                time.sleep(0.0002)
             strike(kill, pid, groups)
         _, status = os.waitpid(pid, 0)
         shown = json.loads(answer.read_text()) if answer.exists() else {"error": ""}
@@ -135,10 +149,11 @@ class Lab:
         try:
             runner.subprocess = Stages(faults, groups)  # type: ignore[attr-defined]
             try:
-                runner.run(self.plan(run), display)  # type: ignore[arg-type]
+                with processes.stopped_once():
+                    runner.run(self.plan(run), display)  # type: ignore[arg-type]
                 code = 0
             except SpecCompatError as failure:
-                code, error = 1, str(failure)
+                code, error = 2 if isinstance(failure, UserError) else 1, str(failure)
             except KeyboardInterrupt:
                 code = 130
             shown = {"skips": display.skips, "lines": display.lines, "error": error}
@@ -158,15 +173,9 @@ class Lab:
         return run
 
     def operations(self, stage: Stage) -> tuple[int, float]:
-        """Operations on files that the stage does, and its seconds."""
-        run = self.without(stage, self.directory / f"count-{stage}")
-        counted = run.with_suffix(".counted")
-        begun = time.monotonic()
-        code, _, error = self.run(run, Faults(run, counted=counted))
-        if code or results(run) != self.expected:
-            raise SystemExit(f"{stage} cannot be done again: {error or differing(self, run)}")
-        shutil.rmtree(run)
-        return int(counted.read_text()), time.monotonic() - begun
+        """Operations on files of the run that the stage does, and its seconds."""
+        manifest = Manifest.model_validate_json((self.reference / "manifest.json").read_text())
+        return int((self.counted / stage).read_text()), manifest.stages[stage].seconds
 
 
 def strike(kill: str, runner_pid: int, groups: Path) -> None:
@@ -227,34 +236,35 @@ def leftovers(run: Path) -> list[str]:
     return sorted(path.relative_to(run).as_posix() for path in hidden)
 
 
-def points(lab: Lab, stages: list[Stage], number: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Points spread over the stages: by the count of operations and by time, killed in turns."""
+def points(lab: Lab, shares: dict[Stage, int], seed: int) -> Iterator[dict[str, Any]]:
+    """So many points spread over each stage, killed in turns."""
     chance = random.Random(seed)
-    share = max(1, number // len(stages))
     turn = 0
-    for stage in stages:
+    for stage, share in shares.items():
         operations, seconds = lab.operations(stage)
         for place in range(share):
             kills = EXTRACT_KILLS if stage == "extract" else KILLS
             kill = kills[turn % len(kills)]
             turn += 1
             part = (place + chance.random()) / share
-            if stage != "extract" and place % 2 == 0:
-                at = 1 + int(part * operations)
-                yield {"stage": stage, "by": "operation", "at": at, "kill": kill}
-            else:
-                at = round(max(0.01, part * seconds), 3)
-                yield {"stage": stage, "by": "time", "at": at, "kill": kill}
+            way = WAYS[(place + turn // len(kills)) % (3 if stage == "extract" else 2)]
+            at = {
+                "operation": 1 + int(part * operations),
+                "time": round(max(0.01, part * seconds), 3),
+                "files": 1 + int(part * ROWS),
+            }[way]
+            yield {"stage": stage, "by": way, "at": at, "kill": kill}
 
 
 def try_point(lab: Lab, point: dict[str, Any]) -> dict[str, Any]:
     run = lab.without(point["stage"], lab.directory / "killed")
     if point["by"] == "operation":
-        own = os.getpid()
-        faults = Faults(run, point["at"], lambda _: _strike_from_stage(point["kill"], own))
+        faults = Faults(run, point["at"], lambda _: _strike_from_stage(point["kill"]))
         code, _, error = lab.run(run, faults)
+    elif point["by"] == "time":
+        code, _, error = lab.run(run, kill=point["kill"], after=point["at"])
     else:
-        code, _, error = lab.run(run, None, point["at"], point["kill"])
+        code, _, error = lab.run(run, kill=point["kill"], files=point["at"])
     begun = time.monotonic()
     after, shown, resumed = lab.run(run)
     found = {**point, "code": code, "error": error, "seconds": round(time.monotonic() - begun, 1)}
@@ -267,8 +277,8 @@ def try_point(lab: Lab, point: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _strike_from_stage(kill: str, harness: int) -> None:
-    if kill == "stage":
+def _strike_from_stage(kill: str) -> None:
+    if kill in ("stage", "worker"):
         kill_group("")
     os.kill(os.getppid(), signal.SIGKILL if kill == "runner" else signal.SIGTERM)
     time.sleep(30)  # until somebody ends this process, as it would be in the middle of its work
@@ -291,12 +301,19 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--points", type=int, default=100)
     parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument(
+        "--extract", type=int, help="points in extract, the slowest (default: a share)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     preload()
     lab = Lab(options.directory.resolve())
     failed = 0
-    for point in points(lab, options.stages.split(","), options.points, options.seed):
+    stages = options.stages.split(",")
+    shares = dict.fromkeys(stages, max(1, options.points // len(stages)))
+    if options.extract is not None:
+        shares["extract"] = options.extract
+    for point in points(lab, shares, options.seed):
         found = try_point(lab, point)
         failed += not found["ok"]
         print(json.dumps(found), flush=True)

@@ -1,4 +1,4 @@
-"""Trains a tiny head with speculators' own trainer, and is killed after an epoch if it is asked to.
+"""Trains a tiny head with speculators' own trainer, and kills itself if it is asked to.
 
 It logs into `metrics.jsonl` what the trainer logs, with the step.
 """
@@ -7,12 +7,12 @@ import json
 import logging
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import spec_compat  # noqa: F401
 import torch
+import torch.distributed as dist
 from speculators import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -83,8 +83,27 @@ def loader(files: list[str], noise: Any) -> DataLoader[Any]:
     )
 
 
+def as_a_gpu_would() -> None:
+    """What the trainer asks of CUDA and NCCL in several ranks, and a CPU with Gloo has not."""
+    to_empty, reduce = torch.nn.Module.to_empty, dist.reduce
+
+    def to_empty_on_cpu(self: Any, *, device: Any, recurse: bool = True) -> Any:
+        return to_empty(self, device="cpu" if device == "cuda" else device, recurse=recurse)
+
+    def averaged(tensor: torch.Tensor, dst: int, op: Any) -> None:
+        reduce(tensor, dst, op=dist.ReduceOp.SUM)
+        tensor /= dist.get_world_size()
+
+    torch.nn.Module.to_empty = to_empty_on_cpu
+    dist.reduce = averaged
+
+
 def main(verifier: str, run: Path, killed_at: str) -> None:
     torch.manual_seed(0)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
+        as_a_gpu_would()
     call = {"ttt_steps": 2, "ttt_step_loss_decay": 1.0, "use_off_policy_tokens": False}
     config = TrainerConfig(
         lr=1e-2,
@@ -94,11 +113,16 @@ def main(verifier: str, run: Path, killed_at: str) -> None:
         train_call_kwargs=call,
         val_call_kwargs=call,
         scheduler_warmup_steps=5,
+        is_distributed=ranks > 1,
+        local_rank=rank,
     )
-    files = rows(run / "rows")
+    files = rows(run / f"rows_{rank}")
     logging.basicConfig(level=logging.INFO)
-    logging.getLogger("speculators.metrics").addHandler(Log(run / "metrics.jsonl"))
-    train, validation = loader(files, AddUniformNoise(0.5)), loader(files[:2], None)
+    if rank == 0:
+        logging.getLogger("speculators.metrics").addHandler(Log(run / "metrics.jsonl"))
+    mine = files[rank::ranks]
+    train, validation = loader(mine, AddUniformNoise(0.5)), loader(mine[:2], None)
+    torch.manual_seed(rank)  # noise is each rank's own
     trainer = Trainer(head(verifier), config, train, validation)
     logging.getLogger("speculators.metrics").setLevel(logging.INFO)
     if killed_at.startswith("epoch"):
@@ -106,7 +130,7 @@ def main(verifier: str, run: Path, killed_at: str) -> None:
 
         def kill(epoch: int) -> None:
             validate(epoch)
-            if epoch == int(killed_at.removeprefix("epoch")):
+            if rank == 0 and epoch == int(killed_at.removeprefix("epoch")):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         trainer.val_epoch = kill
@@ -122,7 +146,3 @@ def main(verifier: str, run: Path, killed_at: str) -> None:
 
         torch.save = half
     trainer.run_training()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "")

@@ -116,6 +116,14 @@ def test_bytes_that_are_not_text_have_a_line(tmp_path: Path) -> None:
         conversations.check(file)
 
 
+def test_nothing_of_a_row_but_its_turns_goes_any_further() -> None:
+    """No path in a row, whatever it calls it, can lead anywhere."""
+    paths = {"id": "../../x", "image": "/etc/passwd", "file": "../../../y"}
+    turns = [{"role": "user", "content": "a", **paths}, {"role": "assistant", "content": "b"}]
+    expected = [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]
+    assert conversations.turns({**paths, "messages": turns}) == expected
+
+
 def test_the_estimate_is_cut_at_the_row_length_and_at_max_samples(tmp_path: Path) -> None:
     row = {
         "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 399}]

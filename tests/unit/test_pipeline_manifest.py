@@ -1,7 +1,10 @@
 """The manifest: which run a directory holds, and which plan may continue it."""
 
+import errno
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic, config, fingerprints, manifest, plan
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest, StageRecord
-from tests.unit.pipeline_inputs import make_data, make_verifier
+from tests.unit.pipeline_inputs import TURNS, make_data, make_verifier
 
 
 @pytest.fixture
@@ -156,6 +159,131 @@ def test_another_release_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -
     assert reason == "speculators was 0.3.0, is 0.4.0"
 
 
+def all_done(root: Path) -> Manifest:
+    """As if every stage had been run."""
+    made = planned(root)
+    begun = manifest.begin(made)
+    for stage in STAGES:
+        inputs = manifest.inputs(begun, made, stage)
+        begun.stages[stage] = StageRecord(
+            inputs=inputs, started="", finished="", digest=stage, counts={"rows": 0}
+        )
+    return begun
+
+
+def rewrite(name: str, content: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    def change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (root / name).write_text(content)
+
+    return change
+
+
+def release(name: str, number: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    return lambda root, patch: patch.setenv(f"SPEC_COMPAT_ASSUME_{name.upper()}", number)
+
+
+def without_patch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEC_COMPAT_DISABLE", "train/resume")
+
+
+def touch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in (root / "model", *(root / "model").iterdir(), root / "d.jsonl"):
+        os.utime(file, (1, 1))
+
+
+def copy_model(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(root / "model", root / "copy")
+    shutil.rmtree(root / "model")
+    shutil.copytree(root / "copy", root / "model")
+
+
+TOKENIZER, TEMPLATE = "the tokenizer has changed", "the chat template has changed"
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "again"),
+    [
+        (
+            rewrite("d.jsonl", json.dumps({"conversations": TURNS})),
+            {},
+            {"prepare": "data d has changed"},
+        ),
+        (
+            rewrite("model/model.safetensors", "other"),
+            {},
+            {"extract": "model has changed", "train": "model has changed"},
+        ),
+        (rewrite("model/tokenizer.json", "{}"), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
+        (rewrite("model/vocab.txt", "a"), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
+        (rewrite("model/chat_template.jinja", "x"), {}, {"prepare": TEMPLATE}),
+        (rewrite("model/README.md", "x"), {}, {}),
+        (
+            release("speculators", "0.4.0"),
+            {},
+            dict.fromkeys(
+                ("prepare", "extract", "map", "train"), "speculators was 0.3.0, is 0.4.0"
+            ),
+        ),
+        (release("vllm", "0.17.1"), {}, {"extract": "vllm was 0.16.0, is 0.17.1"}),
+        (without_patch, {}, {"train": "the patch train/resume has changed"}),
+        (touch, {}, {}),
+        (copy_model, {}, {}),
+        (touch, {"seed": 7}, {"prepare": "--seed was 0, is 7"}),
+        (touch, {"layer_ids": "1,4,5,7"}, {"extract": "was [2, 4, 5, 7], is [1, 4, 5, 7]"}),
+        (touch, {"draft_vocab_size": 64}, {"map": "--draft-vocab-size was 512, is 64"}),
+        (touch, {"epochs": 3}, {"train": "--epochs was 20, is 3"}),
+        (touch, {"verifier_name": "a/b"}, {"export": "--verifier-name has changed"}),
+        (touch, {"sink_buffers": 3, "num_workers": 0, "max_disk": "1TB"}, {}),
+    ],
+)
+def test_a_change_redoes_what_depends_on_it_and_says_why(
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+    flags: dict[str, Any],
+    again: dict[str, str],
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPEC_COMPAT_ASSUME_VLLM", "0.16.0")
+    monkeypatch.setenv("SPEC_COMPAT_ASSUME_SPECULATORS", "0.3.0")
+    monkeypatch.setattr(manifest, "_altered_rows", lambda *_: None)
+    begun = all_done(root)
+    change(root, monkeypatch)
+    made, layout = planned(root, **flags), Layout(root / "run")
+    found = {stage: manifest.fault(begun, made, layout, stage) for stage in STAGES}
+    assert {stage for stage, reason in found.items() if reason is not None} == again.keys()
+    for stage, reason in again.items():
+        assert reason in str(found[stage])  # type: ignore[index]
+
+
+def test_a_moved_model_is_named_anew_in_the_head_alone(root: Path) -> None:
+    begun = all_done(root)
+    moved = (root / "model").rename(root / "moved")
+    made, layout = planned(root, model=str(moved)), Layout(root / "run")
+    found = {stage: manifest.fault(begun, made, layout, stage) for stage in STAGES}
+    assert found.pop("export") == "--verifier-name has changed"
+    assert set(found.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("stage", "readers"),
+    [
+        ("prepare", {"extract", "map"}),
+        ("extract", {"train"}),
+        ("map", {"train"}),
+        ("train", {"export"}),
+        ("export", set()),
+    ],
+)
+def test_another_result_of_a_stage_redoes_those_that_read_it(
+    root: Path, stage: Stage, readers: set[str]
+) -> None:
+    begun, made, layout = all_done(root), planned(root), Layout(root / "run")
+    begun.stages[stage].digest = "other"
+    reasons = {later: manifest.fault(begun, made, layout, later) or "" for later in STAGES}
+    said = f"the result of {stage} was {stage}, is other"
+    assert {later for later, reason in reasons.items() if reason == said} == readers
+
+
 def test_an_altered_or_missing_file_is_named(root: Path) -> None:
     begun, made, layout = finished(root)
     file = layout.prepared("d") / "data.arrow"
@@ -207,6 +335,26 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
     with manifest.locked(layout):
         assert manifest.find(layout.root) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.EAGAIN, "another process works on this run"),
+        (errno.ENOLCK, "its file system has no locks (no locks available)"),
+        (errno.EOPNOTSUPP, "its file system has no locks (operation not supported)"),
+    ],
+)
+def test_a_file_system_without_locks_is_no_second_run(
+    number: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(stream: object, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(manifest.fcntl, "flock", flock)
+    with pytest.raises(UserError) as caught, manifest.locked(Layout(tmp_path / "run")):
+        pass
+    assert says in str(caught.value)
 
 
 def test_a_stage_is_cleared_without_touching_the_others(tmp_path: Path) -> None:

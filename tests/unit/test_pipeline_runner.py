@@ -1,9 +1,12 @@
 """What the runner decides before it starts a process: stages, environment, devices."""
 
+from pathlib import Path
+
 import pytest
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline import runner
+from spec_compat.pipeline.layout import Layout
 
 
 @pytest.mark.parametrize(
@@ -55,3 +58,41 @@ def test_gpus_are_counted_as_cuda_would(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
     assert runner._visible_gpus() == count
+
+
+WORKER = "(Worker pid=7) ERROR 11-30 10:09:28 [multiproc_executor.py:783] "
+
+
+@pytest.mark.parametrize(
+    ("text", "log", "returncode", "cause"),
+    [
+        ("ValueError: x", "", 1, "ValueError: x"),
+        ("", "", 1, "ended with exit code 1"),
+        ("", "", -15, "killed by SIGTERM"),
+        ("", "Signal 9 (SIGKILL) received by PID 7\n", 1, "a rank was killed by SIGKILL, by hand"),
+        (
+            "Exception: failed in a background process. See stack trace for root cause.",
+            f"{WORKER}  File x\n{WORKER}torch.OutOfMemoryError: CUDA out of memory.\nlater\n",
+            1,
+            "torch.OutOfMemoryError: CUDA out of memory.",
+        ),
+        ("Exception: See stack trace for root cause.", "", 1, "Exception: See stack trace"),
+    ],
+)
+def test_a_crash_is_one_line_with_its_cause(
+    text: str, log: str, returncode: int, cause: str, tmp_path: Path
+) -> None:
+    layout = Layout(tmp_path)
+    layout.logs.mkdir()
+    layout.log("train").write_text(log)
+    failures = [{"kind": "crash", "text": text}] if text else []
+    line = str(runner._failure("train", failures, returncode, layout))
+    assert line.startswith(f"train: {cause}")
+    assert line.endswith(f"; the log is {tmp_path}/logs/train.log")
+
+
+def test_no_stage_unpickles_whatever_the_user_has_set() -> None:
+    own = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
+    environment = runner._environment(own, reports="r")
+    assert environment["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
+    assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in environment

@@ -107,7 +107,7 @@ def write_rows(given: argparse.Namespace, directory: Path) -> tuple[list[Path], 
             )
             for place, row in enumerate(step)
         }
-        for name, rows in writer.files(step).items():
+        for name, rows in writer.files(dict.fromkeys(step, length)).items():
             size += writer.write(directory / name, {row: content[row] for row in rows})[1]
             shards |= {str(row): name for row in rows}
     if writer.lists:

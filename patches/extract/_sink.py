@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, Queue
+from queue import LifoQueue
 from typing import Any, NamedTuple
 
 from ._proof import contradiction, gaps
@@ -129,7 +129,7 @@ class Sink:
         self.buffers = buffers
         self.order: Order | None = None
         self.step: Step | None = None
-        self.free: Queue[Buffer] = Queue()
+        self.free: LifoQueue[Buffer] = LifoQueue()  # what was used last is warm
         self.made = 0
         writers = max(2, min(MAX_WRITERS, (os.cpu_count() or 2) // 2))
         self._writers = ThreadPoolExecutor(writers, "row-writer")
@@ -151,7 +151,9 @@ class Sink:
             raise RuntimeError(f"request {cut[0].request_id} was computed in more than one step")
         tokens = places[-1].stop
         states = [streams.taken[layer_id][:tokens] for layer_id in self.capture.layer_ids]
-        finite = torch.stack([layer.isfinite().all(dim=-1) for layer in states]).all(dim=0)
+        # The greatest of a token's magnitudes is NaN or infinite where one of them is.
+        greatest = [layer.abs().amax(dim=-1) for layer in states]
+        finite = torch.stack(greatest).isfinite().all(dim=0)
         encoded = self.storage.encode(states)
         buffer = self._buffer(encoded)
         self._copy([*zip(buffer.states, encoded, strict=True), (buffer.finite, finite)])
@@ -186,16 +188,17 @@ class Sink:
         return self.answer()
 
     def _buffer(self, encoded: list[Any]) -> Buffer:
-        """A free buffer; the first ones are made as they are needed."""
-        import torch
-
+        """A free buffer. All are made with the first step: to lock pages stops the device."""
         if self.buffers is None:
             size = self.tokens * sum(part[0].numel() * part.element_size() for part in encoded)
             self.buffers = min(MAX_BUFFERS, max(MIN_BUFFERS, BUFFER_BYTES // size))
-        try:
-            return self.free.get(block=self.made == self.buffers)
-        except Empty:
+        while self.made < self.buffers:
+            self.free.put(self._room(encoded))
             self.made += 1
+        return self.free.get()
+
+    def _room(self, encoded: list[Any]) -> Buffer:
+        import torch
 
         def room(shape: tuple[int, ...], dtype: Any) -> Any:
             return torch.empty(shape, dtype=dtype, pin_memory=encoded[0].is_cuda)

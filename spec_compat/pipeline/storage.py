@@ -31,6 +31,8 @@ DTYPES = {
     torch.bfloat16: "BF16",
     FP8: "F8_E4M3",
 }
+# Files that the rows of a step are written to, side by side.
+SHARDS = 4
 # Shards that a process keeps open: what is mapped costs addresses, not memory.
 OPEN_SHARDS = 256
 
@@ -48,8 +50,8 @@ class RowFiles:
     # What lists the files, beside what every dataset has.
     lists: tuple[str, ...] = ()
 
-    def files(self, step: list[int]) -> dict[str, list[int]]:
-        """The files of a step's rows, and the rows of each."""
+    def files(self, step: dict[int, int]) -> dict[str, list[int]]:
+        """The files of a step's rows, which have this many tokens, and the rows of each."""
         return {f"data_{row}.pt": [row] for row in step}
 
     def token_bytes(self, layers: int, hidden: int, dtype: torch.dtype) -> int:
@@ -75,7 +77,7 @@ class RowFiles:
 
 
 class Shards(RowFiles):
-    """`shard_{i}.safetensors`: the rows of a step in a file that is named after the first of them.
+    """`shard_{i}.safetensors`: rows of a step, in a file that is named after the first of them.
 
     Row i has the tensors `{i}.input_ids`, `{i}.loss_mask` and `{i}.hidden_states.{k}`, and with
     fp8 `{i}.scales.{k}`, float32 [tokens]: what a token's states are to be multiplied with.
@@ -87,8 +89,13 @@ class Shards(RowFiles):
     def __init__(self, fp8: bool = False) -> None:
         self.fp8 = fp8
 
-    def files(self, step: list[int]) -> dict[str, list[int]]:
-        return {f"shard_{step[0]}.safetensors": step} if step else {}
+    def files(self, step: dict[int, int]) -> dict[str, list[int]]:
+        shards: dict[int, list[int]] = {}
+        total, before = sum(step.values()), 0
+        for row, tokens in step.items():
+            shards.setdefault(before * SHARDS // total, []).append(row)
+            before += tokens
+        return {f"shard_{rows[0]}.safetensors": rows for rows in shards.values()}
 
     def token_bytes(self, layers: int, hidden: int, dtype: torch.dtype) -> int:
         return layers * (hidden + 4) if self.fp8 else super().token_bytes(layers, hidden, dtype)

@@ -29,7 +29,7 @@ def write(directory: Path, kind: storage.RowFiles) -> list[Path]:
         part = [tensor[begin : begin + length] for tensor in encoded]
         content[row] = list(range(length)), [i % 2 for i in range(length)], part
         begin += length
-    files = kind.files(list(range(len(LENGTHS))))
+    files = kind.files(dict(enumerate(LENGTHS)))
     for name, rows in files.items():
         kind.write(directory / name, {row: content[row] for row in rows})
     if kind.lists:

@@ -46,7 +46,11 @@ def run(job: Job) -> Result:
     spec_compat.require(stage="extract", scope="driver")
     config = job.config
     rows = {d.name: Prepared(job.layout.prepared(d.name)) for d in job.datasets}
-    kind = storage(config.storage, fp8=config.storage_dtype == "fp8")
+    kind = storage(
+        config.storage,
+        fp8=config.storage_dtype == "fp8",
+        compressed=config.storage_compression == "zstd",
+    )
     stores = {name: Store(job.layout.rows(name), there, kind) for name, there in rows.items()}
     lengths = {name: prepared.lengths for name, prepared in rows.items()}
     missing = sum(len(store.missing()) for store in stores.values())

@@ -115,8 +115,8 @@ def main(model: str, root: Path) -> None:
     found["digests"] = {file.name: file.sha256 for answer in answers for file in answer.written}
     found["differing"] = differing(generator, rows, steps, plain.directory)
 
-    for name, kind in (("shards", storage.Shards()), ("fp8", storage.Shards(fp8=True))):
-        _steps, answers = extraction(name).run(rows, kind)
+    for name, options in (("shards", {}), ("fp8", {"fp8": True}), ("zstd", {"compressed": True})):
+        _steps, answers = extraction(name).run(rows, storage.Shards(**options))
         found[name] = {file.name: file.rows for answer in answers for file in answer.written}
 
     worker(plant, args=("not_finite",))

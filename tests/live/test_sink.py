@@ -43,7 +43,7 @@ def test_the_digests_are_those_of_the_files(found: Found) -> None:
         assert hashlib.sha256((root / "rows" / name).read_bytes()).hexdigest() == digest
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("shards", 0.0), ("fp8", 0.04)])
+@pytest.mark.parametrize(("kind", "tolerance"), [("shards", 0.0), ("zstd", 0.0), ("fp8", 0.04)])
 def test_shards_hold_the_same_rows(kind: str, tolerance: float, found: Found) -> None:
     there: dict[int, storage.Row] = {}
     for name, numbers in found[0][kind].items():

@@ -7,7 +7,8 @@
 Cases, each in a process of its own:
   raw           vLLM's LLM.generate with max_tokens=1: the prefill that all others need as well
   extract       this project: proven rows in data_{i}.pt
-  shards, fp8   the same with --storage shards, and with --storage-dtype fp8 as well
+  shards        the same with --storage shards
+  fp8, zstd     and with --storage-dtype fp8, or with --storage-compression zstd
   memory        extract with 1, 4 and 16 times as many short rows: peak memory against rows
   generate      speculators' generate() with this project's patches, one torch.save a row
   speculators   speculators alone (what this vLLM lacks of it is put in place), the same
@@ -33,9 +34,11 @@ from typing import Any
 import measure
 
 CASES = (
-    "raw", "extract", "shards", "fp8", "memory",
+    "raw", "extract", "shards", "fp8", "zstd", "memory",
     "generate", "speculators", "transformers", "native",
 )  # fmt: skip
+OURS = ("extract", "shards", "fp8", "zstd")
+OTHERS = ("raw", "generate", "speculators", "transformers", "native")
 # What else an 8B of Qwen3 says of itself; the weights are random, only their shapes count.
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
@@ -61,6 +64,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a local verifier, in place of --geometry")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=500, help="tokens of a row")
+    parser.add_argument("--other-rows", type=int, help="rows of the other ways, where not --rows")
     parser.add_argument("--mixed", action="store_true", help="rows of 1/16 of --length up to it")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--directory", type=Path, default=Path("/tmp/spec-compat-bench"))  # noqa: S108
@@ -68,6 +72,8 @@ def main() -> int:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.8)
     parser.add_argument("--sink-buffers", type=int)
     given = measure.options(parser, CASES)
+    if given.case in OTHERS[1:]:
+        given.rows = given.other_rows or given.rows
     if given.case:
         run_case(given)
     given.directory.mkdir(parents=True, exist_ok=True)
@@ -78,7 +84,7 @@ def main() -> int:
 
 def report(given: argparse.Namespace, records: list[measure.Record]) -> None:
     speed = ("case", "rows", "tokens", "seconds", "tokens_per_second", "gb_per_second")
-    measure.table(records, speed)
+    measure.table(records, (*speed, "bytes_per_token"))
     measure.table(records, ("case", "rows", "host_mib", "gpu_mib", "what"))
     best: dict[str, float] = {}
     for record in records:
@@ -86,8 +92,8 @@ def report(given: argparse.Namespace, records: list[measure.Record]) -> None:
             case = record["case"]
             best[case] = max(best.get(case, 0.0), record["tokens_per_second"])
     ratios = {}
-    for ours in ("extract", "shards", "fp8"):
-        for other in ("raw", "generate", "speculators", "transformers", "native"):
+    for ours in OURS:
+        for other in OTHERS:
             if ours in best and other in best:
                 ratios[f"{ours}/{other}"] = best[ours] / best[other]
     measure.finish("extract", given, records, ratios)
@@ -97,9 +103,7 @@ def run_case(given: argparse.Namespace) -> None:
     model, dummy = verifier(given)
     {
         "raw": raw,
-        "extract": extract,
-        "shards": extract,
-        "fp8": extract,
+        **dict.fromkeys(OURS, extract),
         "memory": memory,
         "generate": generate,
         "speculators": speculators,
@@ -348,8 +352,13 @@ def _extractor(
 
     generator = _generator(given, model, dummy, length)
     spec_compat.require(stage="extract", scope="driver")
-    kind = {"shards": lambda: storage.Shards(), "fp8": lambda: storage.Shards(fp8=True)}
-    prefill = Prefill(generator, kind.get(given.case, storage.RowFiles)(), given.sink_buffers)
+    kinds = {
+        "shards": storage.Shards(),
+        "fp8": storage.Shards(fp8=True),
+        "zstd": storage.Shards(compressed=True),
+    }
+    kind = kinds.get(given.case, storage.RowFiles())
+    prefill = Prefill(generator, kind, given.sink_buffers)
     directory = _empty(_output(given))
 
     def run(batch: list[list[int]]) -> int:

@@ -4,7 +4,7 @@
     python scripts/bench_extract.py --geometry smollm2 --rows 8 --length 500
     PYTHONPATH=SITE python scripts/bench_extract.py --geometry qwen3-8b --rows 64 --length 2047
 
-Cases, each in a process of its own:
+Cases, each in a process of its own, but for those of this project that are joined by a plus:
   raw           vLLM's LLM.generate with max_tokens=1: the prefill that all others need as well
   extract       this project: proven rows in data_{i}.pt
   shards        the same with --storage shards
@@ -84,7 +84,7 @@ def main() -> int:
 
 def report(given: argparse.Namespace, records: list[measure.Record]) -> None:
     speed = ("case", "rows", "tokens", "seconds", "tokens_per_second", "gb_per_second")
-    measure.table(records, (*speed, "bytes_per_token"))
+    measure.table(records, (*speed, "bytes_per_token", "cpu_seconds"))
     measure.table(records, ("case", "rows", "host_mib", "gpu_mib", "what"))
     best: dict[str, float] = {}
     for record in records:
@@ -103,13 +103,12 @@ def run_case(given: argparse.Namespace) -> None:
     model, dummy = verifier(given)
     {
         "raw": raw,
-        **dict.fromkeys(OURS, extract),
         "memory": memory,
         "generate": generate,
         "speculators": speculators,
         "transformers": transformers,
         "native": native,
-    }[given.case](given, model, dummy)
+    }.get(given.case, extract)(given, model, dummy)
     sys.stdout.flush()
     os._exit(0)  # engines do not always let go; the parent ends what is left
 
@@ -125,7 +124,9 @@ def rows(given: argparse.Namespace, vocabulary: int, seed: int) -> list[list[int
     return [[draw.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
 
 
-def timed(given: argparse.Namespace, model: Path, run: Callable[[list[list[int]]], int]) -> None:
+def timed(
+    given: argparse.Namespace, model: Path, run: Callable[[list[list[int]]], int], **more: str
+) -> None:
     """Warm up, then time `run(rows)`, which returns the bytes that it wrote to _output()."""
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     _empty(_output(given))
@@ -134,7 +135,7 @@ def timed(given: argparse.Namespace, model: Path, run: Callable[[list[list[int]]
         _empty(_output(given))
         batch = rows(given, vocabulary, 2 + repeat)
         tokens = sum(map(len, batch))
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), measure.cpu_seconds()
         size = run(batch)
         seconds = time.perf_counter() - begun
         measure.record(
@@ -142,9 +143,11 @@ def timed(given: argparse.Namespace, model: Path, run: Callable[[list[list[int]]
             rows=len(batch),
             tokens=tokens,
             seconds=seconds,
+            cpu_seconds=measure.cpu_seconds() - cpu,
             tokens_per_second=tokens / seconds,
             gb_per_second=size / seconds / 1e9,
             bytes_per_token=size / tokens,
+            **more,
         )
 
 
@@ -163,11 +166,11 @@ def verifier(given: argparse.Namespace) -> tuple[Path, bool]:
         return model.verifier(), False
     path = given.directory / given.geometry
     if not (path / "tokenizer_config.json").is_file():
-        _write_model(path, GEOMETRIES[given.geometry])
+        write_model(path, GEOMETRIES[given.geometry])
     return path, True
 
 
-def _write_model(path: Path, geometry: dict[str, Any]) -> None:
+def write_model(path: Path, geometry: dict[str, Any]) -> None:
     from tokenizers import Tokenizer, models
 
     path.mkdir(parents=True, exist_ok=True)
@@ -215,13 +218,14 @@ def raw(given: argparse.Namespace, model: Path, dummy: bool) -> None:
 
 
 def extract(given: argparse.Namespace, model: Path, dummy: bool) -> None:
-    run = _extractor(given, model, dummy, given.length)
-    timed(given, model, run)
+    generator = _generator(given, model, dummy, given.length)
+    for case in given.case.split("+"):
+        timed(given, model, _extractor(given, generator, case), case=case)
 
 
 def memory(given: argparse.Namespace, model: Path, dummy: bool) -> None:
     """Short rows, whose number grows; each file is removed as soon as it is reported."""
-    run = _extractor(given, model, dummy, MEMORY_LENGTH)
+    run = _extractor(given, _generator(given, model, dummy, MEMORY_LENGTH), given.case)
     draw = random.Random(0)  # noqa: S311
     run([[5] * MEMORY_LENGTH] * (2 * TOKENS // MEMORY_LENGTH))
     measure.record(what="after the warm-up", rows=2 * TOKENS // MEMORY_LENGTH)
@@ -344,20 +348,19 @@ def _generator(given: argparse.Namespace, model: Path, dummy: bool, length: int)
 
 
 def _extractor(
-    given: argparse.Namespace, model: Path, dummy: bool, length: int
+    given: argparse.Namespace, generator: Any, case: str
 ) -> Callable[[list[list[int]]], int]:
     import spec_compat
     from spec_compat.pipeline import storage
     from spec_compat.pipeline.prefill import Prefill, Step, pack
 
-    generator = _generator(given, model, dummy, length)
     spec_compat.require(stage="extract", scope="driver")
     kinds = {
         "shards": storage.Shards(),
         "fp8": storage.Shards(fp8=True),
         "zstd": storage.Shards(compressed=True),
     }
-    kind = kinds.get(given.case, storage.RowFiles())
+    kind = kinds.get(case, storage.RowFiles())
     prefill = Prefill(generator, kind, given.sink_buffers)
     directory = _empty(_output(given))
 
@@ -372,7 +375,7 @@ def _extractor(
                 raise RuntimeError(f"{answer.failure} {answer.refused[:1]}")
             size += sum(file.size for file in answer.written)
             written += sum(len(file.rows) for file in answer.written)
-            if given.case == "memory":
+            if case == "memory":
                 for file in answer.written:
                     (directory / file.name).unlink()
         if written != len(batch):

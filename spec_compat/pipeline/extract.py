@@ -32,7 +32,7 @@ from spec_compat.report import IN_PLACE, Report
 # Beside the states, a row has 16 bytes a token of ids and mask, and a file has its frame.
 OVERHEAD = 1.05
 # Steps of which nothing is on the disk when the next one is sent.
-IN_FLIGHT = 4
+IN_FLIGHT = 5
 # Altered files that are named.
 SHOWN = 5
 

@@ -97,6 +97,8 @@ class LayerCapture:
             stop = start + step.num_scheduled_tokens[request_id]
             first = computed[request_id]
             done = first + stop - start >= self.prompts[request_id]
+            if done:
+                del self.prompts[request_id]
             places.append(Place(request_id, start, stop, first, done))
             start = stop
         return places

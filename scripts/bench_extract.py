@@ -4,7 +4,8 @@
     python scripts/bench_extract.py --geometry smollm2 --rows 8 --length 500
     PYTHONPATH=SITE python scripts/bench_extract.py --geometry qwen3-8b --rows 64 --length 2047
 
-Cases, each in a process of its own, but for those of this project that are joined by a plus:
+Cases, each in a process of its own; the first five can be joined by a plus, as raw+extract, and
+are then measured in turns, so that what else the machine does meets all of them alike:
   raw           vLLM's LLM.generate with max_tokens=1: the prefill that all others need as well
   extract       this project: proven rows in data_{i}.pt
   shards        the same with --storage shards
@@ -56,6 +57,7 @@ BATCH = 8  # rows in a call of speculators' generate(), its scripts' default
 TOKENS = 8192  # of a step: what speculators' generator allows
 MEMORY_ROWS = (1, 4, 16)
 MEMORY_LENGTH = 64
+Run = Callable[[list[list[int]]], int]
 
 
 def main() -> int:
@@ -101,14 +103,17 @@ def report(given: argparse.Namespace, records: list[measure.Record]) -> None:
 
 def run_case(given: argparse.Namespace) -> None:
     model, dummy = verifier(given)
-    {
-        "raw": raw,
+    alone = {
         "memory": memory,
         "generate": generate,
         "speculators": speculators,
         "transformers": transformers,
         "native": native,
-    }.get(given.case, extract)(given, model, dummy)
+    }
+    if given.case in alone:
+        alone[given.case](given, model, dummy)
+    else:
+        timed(given, model, joined(given, model, dummy))
     sys.stdout.flush()
     os._exit(0)  # engines do not always let go; the parent ends what is left
 
@@ -124,31 +129,31 @@ def rows(given: argparse.Namespace, vocabulary: int, seed: int) -> list[list[int
     return [[draw.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
 
 
-def timed(
-    given: argparse.Namespace, model: Path, run: Callable[[list[list[int]]], int], **more: str
-) -> None:
-    """Warm up, then time `run(rows)`, which returns the bytes that it wrote to _output()."""
+def timed(given: argparse.Namespace, model: Path, runs: dict[str, Run]) -> None:
+    """Time each `run(rows)` in turns; it returns the bytes that it wrote to _output()."""
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    _empty(_output(given))
-    run(rows(given, vocabulary, 1)[: max(1, min(given.rows, 2 * TOKENS // given.length))])
+    few = max(1, min(given.rows // 8, 2 * TOKENS // given.length))
     for repeat in range(given.repeats):
-        _empty(_output(given))
-        batch = rows(given, vocabulary, 2 + repeat)
-        tokens = sum(map(len, batch))
-        begun, cpu = time.perf_counter(), measure.cpu_seconds()
-        size = run(batch)
-        seconds = time.perf_counter() - begun
-        measure.record(
-            what="speed",
-            rows=len(batch),
-            tokens=tokens,
-            seconds=seconds,
-            cpu_seconds=measure.cpu_seconds() - cpu,
-            tokens_per_second=tokens / seconds,
-            gb_per_second=size / seconds / 1e9,
-            bytes_per_token=size / tokens,
-            **more,
-        )
+        for case, run in runs.items():
+            batch = rows(given, vocabulary, 1 + repeat)
+            tokens = sum(map(len, batch))
+            _empty(_output(given))
+            run([ids[::-1] for ids in batch[:few]])  # warm
+            _empty(_output(given))
+            begun, cpu = time.perf_counter(), measure.cpu_seconds()
+            size = run(batch)
+            seconds = time.perf_counter() - begun
+            measure.record(
+                case=case,
+                what="speed",
+                rows=len(batch),
+                tokens=tokens,
+                seconds=seconds,
+                cpu_seconds=measure.cpu_seconds() - cpu,
+                tokens_per_second=tokens / seconds,
+                gb_per_second=size / seconds / 1e9,
+                bytes_per_token=size / tokens,
+            )
 
 
 def layer_ids(model: Path) -> list[int]:
@@ -201,7 +206,16 @@ def write_model(path: Path, geometry: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------ the cases
 
 
-def raw(given: argparse.Namespace, model: Path, dummy: bool) -> None:
+def joined(given: argparse.Namespace, model: Path, dummy: bool) -> dict[str, Run]:
+    names = given.case.split("+")
+    runs = {"raw": raw(given, model, dummy)} if "raw" in names else {}
+    if ours := [name for name in names if name != "raw"]:
+        generator = _generator(given, model, dummy, given.length)
+        runs |= {case: _extractor(given, generator, case) for case in ours}
+    return runs
+
+
+def raw(given: argparse.Namespace, model: Path, dummy: bool) -> Run:
     from vllm import SamplingParams
 
     engine = _engine(given, model, dummy)
@@ -214,13 +228,7 @@ def raw(given: argparse.Namespace, model: Path, dummy: bool) -> None:
             raise RuntimeError("not every prompt has its token")
         return 0
 
-    timed(given, model, run)
-
-
-def extract(given: argparse.Namespace, model: Path, dummy: bool) -> None:
-    generator = _generator(given, model, dummy, given.length)
-    for case in given.case.split("+"):
-        timed(given, model, _extractor(given, generator, case), case=case)
+    return run
 
 
 def memory(given: argparse.Namespace, model: Path, dummy: bool) -> None:
@@ -278,7 +286,7 @@ def transformers(given: argparse.Namespace, model: Path, dummy: bool) -> None:
             del output, states
         return 0
 
-    timed(given, model, run)
+    timed(given, model, {given.case: run})
 
 
 def native(given: argparse.Namespace, model: Path, dummy: bool) -> None:
@@ -307,7 +315,7 @@ def native(given: argparse.Namespace, model: Path, dummy: bool) -> None:
         engine.generate([{"prompt_token_ids": i} for i in batch], sampling, use_tqdm=False)
         return _size(directory)
 
-    timed(given, model, run)
+    timed(given, model, {given.case: run})
 
 
 # ------------------------------------------------------------------------------ what they run on
@@ -347,9 +355,7 @@ def _generator(given: argparse.Namespace, model: Path, dummy: bool, length: int)
     )
 
 
-def _extractor(
-    given: argparse.Namespace, generator: Any, case: str
-) -> Callable[[list[list[int]]], int]:
+def _extractor(given: argparse.Namespace, generator: Any, case: str) -> Run:
     import spec_compat
     from spec_compat.pipeline import storage
     from spec_compat.pipeline.prefill import Prefill, Step, pack
@@ -361,10 +367,12 @@ def _extractor(
         "zstd": storage.Shards(compressed=True),
     }
     kind = kinds.get(case, storage.RowFiles())
-    prefill = Prefill(generator, kind, given.sink_buffers)
     directory = _empty(_output(given))
 
     def run(batch: list[list[int]]) -> int:
+        if getattr(generator, "opened", None) != case:  # else its sink is another case's
+            generator.opened, generator.prefill = case, Prefill(generator, kind, given.sink_buffers)
+        prefill = generator.prefill
         steps = pack([len(ids) for ids in batch], prefill.tokens, 256)
         size = written = 0
         for answer in prefill.run(
@@ -404,7 +412,7 @@ def _speculators_alone(given: argparse.Namespace, model: Path, dummy: bool) -> N
                 torch.save(row, directory / f"data_{begin + number}.pt")
         return _size(directory)
 
-    timed(given, model, run)
+    timed(given, model, {given.case: run})
 
 
 def _output(given: argparse.Namespace) -> Path:

@@ -55,6 +55,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 SCHEDULER_CONFIG = "vllm.config:SchedulerConfig"
 CACHE_CONFIG = "vllm.config:CacheConfig"
 GROUPS = "vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups"
+PLANNED = "vllm.v1.core.kv_cache_planning:get_kv_cache_config_from_groups"
 HASHING = "vllm.utils.hashing:get_hash_fn_by_name"
 LLAMA = "vllm.model_executor.models.llama:LlamaModel"
 # Each release that a patch's docstring names: what is so from it on, and not before.
@@ -68,6 +69,12 @@ CLAIMS: dict[tuple[str, str], Holds] = {
     ("extract/kv-cache-config", "0.12.0"): lacks(GROUPS, "kv_cache_specs"),
     ("extract/kv-cache-config", "0.20.0"): lacks(CACHE_CONFIG, "cpu_kvcache_space_bytes"),
     ("extract/kv-cache-layout", "0.29.0"): fact("the layout must be resolved"),
+    ("extract/kv-cache-layout", "0.33.0"): has(
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
+        "cp_kv_cache_interleave_size",
+        "set_kv_cache_layout",
+    ),
+    ("extract/kv-cache-planning", "0.33.0"): lambda taken: PLANNED in taken["symbols"],
     ("extract/reply-shape", "0.11.1"): fact("a single reply is no list"),
     ("extract/request", "0.17.0"): lacks("vllm.v1.request:Request", "eos_token_id"),
     ("extract/scheduler", "0.11.1"): has(SCHEDULER, r"\bblock_size[,)]"),

@@ -41,6 +41,11 @@ def buffers(worker: Any) -> int:
     return int(worker._capture.sink.made)
 
 
+def remembered(worker: Any) -> int:
+    """Rows that the capture still knows."""
+    return len(worker._capture.prompts)
+
+
 def peak(worker: Any) -> int:
     """Most bytes that the worker has held so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -106,6 +111,7 @@ def main(model: str, root: Path) -> None:
         flat.run(many[:count], storage.Shards(), buffers=3)
         driver = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         found[f"peak after {count}"] = [*worker(peak), driver]
+    (found["remembered"],) = worker(remembered)
 
     rows = random_rows(120, 511)
     plain = extraction("rows")

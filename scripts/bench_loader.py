@@ -49,7 +49,7 @@ def main() -> int:
         run_case(given)
     records = measure.run_cases(given)
     columns = ("case", "rows", "tokens", "seconds", "tokens_per_second", "bytes_per_token")
-    measure.table(records, (*columns, "host_mib"))
+    measure.table(records, (*columns, "cpu_seconds", "host_mib"))
     best: dict[str, float] = {}
     for record in records:
         best[record["case"]] = max(best.get(record["case"], 0), record.get("tokens_per_second", 0))
@@ -76,7 +76,7 @@ def run_case(given: argparse.Namespace) -> None:
     epoch = trainer(given, batches, directory) if training else on_device(batches)
     for number in range(given.epochs):
         batches.tokens = 0
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), measure.cpu_seconds()
         epoch(number)
         seconds = time.perf_counter() - begun
         measure.record(
@@ -84,6 +84,7 @@ def run_case(given: argparse.Namespace) -> None:
             rows=given.rows,
             tokens=batches.tokens,
             seconds=seconds,
+            cpu_seconds=measure.cpu_seconds() - cpu,
             tokens_per_second=batches.tokens / seconds,
             bytes_per_token=size / given.rows / given.length,
         )

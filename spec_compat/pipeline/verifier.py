@@ -53,11 +53,6 @@ class Verifier:
     head: HeadGeometry = field(default_factory=HeadGeometry)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Size on disk of one token's four states in bfloat16."""
-        return 4 * self.hidden_size * 2
-
-    @property
     def default_layer_ids(self) -> tuple[int, ...]:
         return (2, self.num_layers // 2, self.num_layers - 3, self.num_layers - 1)
 

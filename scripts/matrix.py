@@ -177,7 +177,11 @@ def patched(cell: Cell, models: list[Path]) -> tuple[dict[str, Any], list[str]]:
     with tempfile.TemporaryDirectory() as reports:
         process = cell.run(*models, SPEC_COMPAT_REPORT_DIR=reports)
     found = answer(process)
-    return found, wrong(found) if found else [last_line(process)]
+    faults = wrong(found) if found else [last_line(process)]
+    if faults:
+        log = cell.target.with_name(f"vllm-{cell.vllm}-{cell.target.name}.log")
+        log.write_text(process.stdout + process.stderr)
+    return found, faults
 
 
 def without() -> set[str]:
@@ -243,7 +247,9 @@ def main() -> None:
     lines = list(known.releases("speculators"))
     parser.add_argument("--speculators", nargs="*", default=lines, choices=lines, metavar="RELEASE")
     parser.add_argument("--again", action="store_true", help="also pairs that passed before")
-    parser.add_argument("--scratch", type=Path, default=ROOT / ".matrix", help="removed at the end")
+    parser.add_argument(
+        "--scratch", type=Path, default=ROOT / ".matrix", help="removed at the end if all passed"
+    )
     asked = parser.parse_args()
     asked.scratch.mkdir(parents=True, exist_ok=True)
     made = oracles(asked.scratch)
@@ -265,9 +271,10 @@ def main() -> None:
             print(
                 f"        patched: {run['note']}\n        unpatched: {run['unpatched']}", flush=True
             )
-    shutil.rmtree(asked.scratch)
     support_table.write()
-    sys.exit(f"matrix: {failed} pairs failed" if failed else 0)
+    if failed:
+        sys.exit(f"matrix: {failed} pairs failed; their logs are in {asked.scratch}")
+    shutil.rmtree(asked.scratch)
 
 
 if __name__ == "__main__":

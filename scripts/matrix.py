@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--speculators", nargs="*", default=lines, choices=lines, metavar="RELEASE")
     parser.add_argument("--again", action="store_true", help="also pairs that passed before")
     parser.add_argument(
-        "--scratch", type=Path, default=ROOT / ".matrix", help="removed at the end if all passed"
+        "--scratch", type=Path, default=ROOT / ".matrix", help="removed if all passed"
     )
     asked = parser.parse_args()
     asked.scratch.mkdir(parents=True, exist_ok=True)

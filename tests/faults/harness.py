@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,13 +259,11 @@ def points(lab: Lab, shares: dict[Stage, int], seed: int) -> Iterator[dict[str, 
 
 def try_point(lab: Lab, point: dict[str, Any]) -> dict[str, Any]:
     run = lab.without(point["stage"], lab.directory / "killed")
-    if point["by"] == "operation":
-        faults = Faults(run, point["at"], lambda _: _strike_from_stage(point["kill"]))
-        code, _, error = lab.run(run, faults)
-    elif point["by"] == "time":
-        code, _, error = lab.run(run, kill=point["kill"], after=point["at"])
-    else:
-        code, _, error = lab.run(run, kill=point["kill"], files=point["at"])
+    code, error = _struck(lab, run, point)
+    while code == 0 and point["at"] > 1e-2:  # it had ended before
+        point["at"] = point["at"] // 2 if point["by"] != "time" else round(point["at"] / 2, 3)
+        run = lab.without(point["stage"], run)
+        code, error = _struck(lab, run, point)
     begun = time.monotonic()
     after, shown, resumed = lab.run(run)
     found = {**point, "code": code, "error": error, "seconds": round(time.monotonic() - begun, 1)}
@@ -277,7 +276,17 @@ def try_point(lab: Lab, point: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _strike_from_stage(kill: str) -> None:
+def _struck(lab: Lab, run: Path, point: dict[str, Any]) -> tuple[int, str]:
+    """The exit code and the error of a run that is killed at a point."""
+    kill, at, faults = point["kill"], point["at"], None
+    when = {"time": {"after": at}, "files": {"files": at}}.get(point["by"])
+    if when is None:
+        faults, kill, when = Faults(run, at, partial(_strike_from_stage, kill)), "", {}
+    code, _, error = lab.run(run, faults, kill, **when)
+    return code, error
+
+
+def _strike_from_stage(kill: str, operation: str) -> None:
     if kill in ("stage", "worker"):
         kill_group("")
     os.kill(os.getppid(), signal.SIGKILL if kill == "runner" else signal.SIGTERM)

@@ -213,13 +213,14 @@ def results(run: Path) -> dict[str, str]:
 
 
 def content(file: Path) -> bytes:
-    """Bytes of a file, without the directory that the run is in."""
+    """Bytes of a file, without when, where and by which command it was made."""
     data = file.read_bytes()
     if file.name == "data_config.json":
         found = json.loads(data)
         for part in found.values():
             if isinstance(part, dict):
                 part.pop("cache_dir", None)
+                part.pop("command", None)
         found = {k: v for k, v in found.items() if k not in ("generated_at", "cache_dir")}
         data = json.dumps(found).encode()
     return data

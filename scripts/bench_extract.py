@@ -4,10 +4,12 @@
     python scripts/bench_extract.py --geometry smollm2 --rows 8 --length 500
     PYTHONPATH=SITE python scripts/bench_extract.py --geometry qwen3-8b --rows 64 --length 2047
 
-Cases, each in a process of its own:
+Cases, each in a process of its own; the first five can be joined by a plus, as raw+extract, and
+are then measured in turns, so that what else the machine does meets all of them alike:
   raw           vLLM's LLM.generate with max_tokens=1: the prefill that all others need as well
   extract       this project: proven rows in data_{i}.pt
-  shards, fp8   the same with --storage shards, and with --storage-dtype fp8 as well
+  shards        the same with --storage shards
+  fp8, zstd     and with --storage-dtype fp8, or with --storage-compression zstd
   memory        extract with 1, 4 and 16 times as many short rows: peak memory against rows
   generate      speculators' generate() with this project's patches, one torch.save a row
   speculators   speculators alone (what this vLLM lacks of it is put in place), the same
@@ -33,9 +35,11 @@ from typing import Any
 import measure
 
 CASES = (
-    "raw", "extract", "shards", "fp8", "memory",
+    "raw", "extract", "shards", "fp8", "zstd", "memory",
     "generate", "speculators", "transformers", "native",
 )  # fmt: skip
+OURS = ("extract", "shards", "fp8", "zstd")
+OTHERS = ("raw", "generate", "speculators", "transformers", "native")
 # What else an 8B of Qwen3 says of itself; the weights are random, only their shapes count.
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
@@ -53,6 +57,7 @@ BATCH = 8  # rows in a call of speculators' generate(), its scripts' default
 TOKENS = 8192  # of a step: what speculators' generator allows
 MEMORY_ROWS = (1, 4, 16)
 MEMORY_LENGTH = 64
+Run = Callable[[list[list[int]]], int]
 
 
 def main() -> int:
@@ -61,6 +66,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a local verifier, in place of --geometry")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=500, help="tokens of a row")
+    parser.add_argument("--other-rows", type=int, help="rows of the other ways, where not --rows")
     parser.add_argument("--mixed", action="store_true", help="rows of 1/16 of --length up to it")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--directory", type=Path, default=Path("/tmp/spec-compat-bench"))  # noqa: S108
@@ -68,6 +74,8 @@ def main() -> int:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.8)
     parser.add_argument("--sink-buffers", type=int)
     given = measure.options(parser, CASES)
+    if given.case in OTHERS[1:]:
+        given.rows = given.other_rows or given.rows
     if given.case:
         run_case(given)
     given.directory.mkdir(parents=True, exist_ok=True)
@@ -78,7 +86,7 @@ def main() -> int:
 
 def report(given: argparse.Namespace, records: list[measure.Record]) -> None:
     speed = ("case", "rows", "tokens", "seconds", "tokens_per_second", "gb_per_second")
-    measure.table(records, speed)
+    measure.table(records, (*speed, "bytes_per_token", "cpu_seconds"))
     measure.table(records, ("case", "rows", "host_mib", "gpu_mib", "what"))
     best: dict[str, float] = {}
     for record in records:
@@ -86,8 +94,8 @@ def report(given: argparse.Namespace, records: list[measure.Record]) -> None:
             case = record["case"]
             best[case] = max(best.get(case, 0.0), record["tokens_per_second"])
     ratios = {}
-    for ours in ("extract", "shards", "fp8"):
-        for other in ("raw", "generate", "speculators", "transformers", "native"):
+    for ours in OURS:
+        for other in OTHERS:
             if ours in best and other in best:
                 ratios[f"{ours}/{other}"] = best[ours] / best[other]
     measure.finish("extract", given, records, ratios)
@@ -95,17 +103,17 @@ def report(given: argparse.Namespace, records: list[measure.Record]) -> None:
 
 def run_case(given: argparse.Namespace) -> None:
     model, dummy = verifier(given)
-    {
-        "raw": raw,
-        "extract": extract,
-        "shards": extract,
-        "fp8": extract,
+    alone = {
         "memory": memory,
         "generate": generate,
         "speculators": speculators,
         "transformers": transformers,
         "native": native,
-    }[given.case](given, model, dummy)
+    }
+    if given.case in alone:
+        alone[given.case](given, model, dummy)
+    else:
+        timed(given, model, joined(given, model, dummy))
     sys.stdout.flush()
     os._exit(0)  # engines do not always let go; the parent ends what is left
 
@@ -121,27 +129,31 @@ def rows(given: argparse.Namespace, vocabulary: int, seed: int) -> list[list[int
     return [[draw.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
 
 
-def timed(given: argparse.Namespace, model: Path, run: Callable[[list[list[int]]], int]) -> None:
-    """Warm up, then time `run(rows)`, which returns the bytes that it wrote to _output()."""
+def timed(given: argparse.Namespace, model: Path, runs: dict[str, Run]) -> None:
+    """Time each `run(rows)` in turns; it returns the bytes that it wrote to _output()."""
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    _empty(_output(given))
-    run(rows(given, vocabulary, 1)[: max(1, min(given.rows, 2 * TOKENS // given.length))])
+    few = max(1, min(given.rows // 8, 2 * TOKENS // given.length))
     for repeat in range(given.repeats):
-        _empty(_output(given))
-        batch = rows(given, vocabulary, 2 + repeat)
-        tokens = sum(map(len, batch))
-        begun = time.perf_counter()
-        size = run(batch)
-        seconds = time.perf_counter() - begun
-        measure.record(
-            what="speed",
-            rows=len(batch),
-            tokens=tokens,
-            seconds=seconds,
-            tokens_per_second=tokens / seconds,
-            gb_per_second=size / seconds / 1e9,
-            bytes_per_token=size / tokens,
-        )
+        for case, run in runs.items():
+            batch = rows(given, vocabulary, 1 + repeat)
+            tokens = sum(map(len, batch))
+            _empty(_output(given))
+            run([ids[::-1] for ids in batch[:few]])  # warm
+            _empty(_output(given))
+            begun, cpu = time.perf_counter(), measure.cpu_seconds()
+            size = run(batch)
+            seconds = time.perf_counter() - begun
+            measure.record(
+                case=case,
+                what="speed",
+                rows=len(batch),
+                tokens=tokens,
+                seconds=seconds,
+                cpu_seconds=measure.cpu_seconds() - cpu,
+                tokens_per_second=tokens / seconds,
+                gb_per_second=size / seconds / 1e9,
+                bytes_per_token=size / tokens,
+            )
 
 
 def layer_ids(model: Path) -> list[int]:
@@ -159,11 +171,11 @@ def verifier(given: argparse.Namespace) -> tuple[Path, bool]:
         return model.verifier(), False
     path = given.directory / given.geometry
     if not (path / "tokenizer_config.json").is_file():
-        _write_model(path, GEOMETRIES[given.geometry])
+        write_model(path, GEOMETRIES[given.geometry])
     return path, True
 
 
-def _write_model(path: Path, geometry: dict[str, Any]) -> None:
+def write_model(path: Path, geometry: dict[str, Any]) -> None:
     from tokenizers import Tokenizer, models
 
     path.mkdir(parents=True, exist_ok=True)
@@ -194,7 +206,16 @@ def _write_model(path: Path, geometry: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------ the cases
 
 
-def raw(given: argparse.Namespace, model: Path, dummy: bool) -> None:
+def joined(given: argparse.Namespace, model: Path, dummy: bool) -> dict[str, Run]:
+    names = given.case.split("+")
+    runs = {"raw": raw(given, model, dummy)} if "raw" in names else {}
+    if ours := [name for name in names if name != "raw"]:
+        generator = _generator(given, model, dummy, given.length)
+        runs |= {case: _extractor(given, generator, case) for case in ours}
+    return runs
+
+
+def raw(given: argparse.Namespace, model: Path, dummy: bool) -> Run:
     from vllm import SamplingParams
 
     engine = _engine(given, model, dummy)
@@ -207,17 +228,12 @@ def raw(given: argparse.Namespace, model: Path, dummy: bool) -> None:
             raise RuntimeError("not every prompt has its token")
         return 0
 
-    timed(given, model, run)
-
-
-def extract(given: argparse.Namespace, model: Path, dummy: bool) -> None:
-    run = _extractor(given, model, dummy, given.length)
-    timed(given, model, run)
+    return run
 
 
 def memory(given: argparse.Namespace, model: Path, dummy: bool) -> None:
     """Short rows, whose number grows; each file is removed as soon as it is reported."""
-    run = _extractor(given, model, dummy, MEMORY_LENGTH)
+    run = _extractor(given, _generator(given, model, dummy, MEMORY_LENGTH), given.case)
     draw = random.Random(0)  # noqa: S311
     run([[5] * MEMORY_LENGTH] * (2 * TOKENS // MEMORY_LENGTH))
     measure.record(what="after the warm-up", rows=2 * TOKENS // MEMORY_LENGTH)
@@ -270,7 +286,7 @@ def transformers(given: argparse.Namespace, model: Path, dummy: bool) -> None:
             del output, states
         return 0
 
-    timed(given, model, run)
+    timed(given, model, {given.case: run})
 
 
 def native(given: argparse.Namespace, model: Path, dummy: bool) -> None:
@@ -299,7 +315,7 @@ def native(given: argparse.Namespace, model: Path, dummy: bool) -> None:
         engine.generate([{"prompt_token_ids": i} for i in batch], sampling, use_tqdm=False)
         return _size(directory)
 
-    timed(given, model, run)
+    timed(given, model, {given.case: run})
 
 
 # ------------------------------------------------------------------------------ what they run on
@@ -339,20 +355,24 @@ def _generator(given: argparse.Namespace, model: Path, dummy: bool, length: int)
     )
 
 
-def _extractor(
-    given: argparse.Namespace, model: Path, dummy: bool, length: int
-) -> Callable[[list[list[int]]], int]:
+def _extractor(given: argparse.Namespace, generator: Any, case: str) -> Run:
     import spec_compat
     from spec_compat.pipeline import storage
     from spec_compat.pipeline.prefill import Prefill, Step, pack
 
-    generator = _generator(given, model, dummy, length)
     spec_compat.require(stage="extract", scope="driver")
-    kind = {"shards": lambda: storage.Shards(), "fp8": lambda: storage.Shards(fp8=True)}
-    prefill = Prefill(generator, kind.get(given.case, storage.RowFiles)(), given.sink_buffers)
+    kinds = {
+        "shards": storage.Shards(),
+        "fp8": storage.Shards(fp8=True),
+        "zstd": storage.Shards(compressed=True),
+    }
+    kind = kinds.get(case, storage.RowFiles())
     directory = _empty(_output(given))
 
     def run(batch: list[list[int]]) -> int:
+        if getattr(generator, "opened", None) != case:  # else its sink is another case's
+            generator.opened, generator.prefill = case, Prefill(generator, kind, given.sink_buffers)
+        prefill = generator.prefill
         steps = pack([len(ids) for ids in batch], prefill.tokens, 256)
         size = written = 0
         for answer in prefill.run(
@@ -363,7 +383,7 @@ def _extractor(
                 raise RuntimeError(f"{answer.failure} {answer.refused[:1]}")
             size += sum(file.size for file in answer.written)
             written += sum(len(file.rows) for file in answer.written)
-            if given.case == "memory":
+            if case == "memory":
                 for file in answer.written:
                     (directory / file.name).unlink()
         if written != len(batch):
@@ -392,7 +412,7 @@ def _speculators_alone(given: argparse.Namespace, model: Path, dummy: bool) -> N
                 torch.save(row, directory / f"data_{begin + number}.pt")
         return _size(directory)
 
-    timed(given, model, run)
+    timed(given, model, {given.case: run})
 
 
 def _output(given: argparse.Namespace) -> Path:

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Batches for the trainer, and bytes on the disk, against speculators' own dataset and loader.
+"""Batches for the trainer, and the trainer on them, against speculators' own dataset and loader.
 
     python scripts/bench_loader.py --hidden-size 576 --rows 200 --length 500
 
 Cases, each in a process of its own, over the same rows of random states in four layers:
   speculators   Eagle3SampleFileDataset, float32, its collate function, data_{i}.pt
   rows          this project's loader, data_{i}.pt
-  shards, fp8   the same with --storage shards, and with --storage-dtype fp8
+  shards        the same with --storage shards
+  fp8, zstd     and with --storage-dtype fp8, or with --storage-compression zstd
+  train-CASE    speculators' trainer on a new head of that width, fed by CASE
 Batches end on the device (the GPU where there is one), as the draft head takes them: float32.
 """
 
@@ -17,14 +19,17 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import measure
 
-CASES = ("speculators", "rows", "shards", "fp8")
+STORED = ("speculators", "rows", "shards", "fp8", "zstd")
+TRAINED = ("train-speculators", "train-rows", "train-fp8")
+TTT_STEPS = 3
+DRAFT_VOCAB_SIZE = 32_000
 LAYERS = 4
 STEP = 8192  # tokens of rows that are written together
 
@@ -34,21 +39,25 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--length", type=int, default=500, help="tokens of a row")
     parser.add_argument("--hidden-size", type=int, default=576)
+    parser.add_argument("--vocab-size", type=int, default=49152)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--workers", type=int, default=min(4, len(os.sched_getaffinity(0))))
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--directory", type=Path, default=Path("/tmp/spec-compat-bench"))  # noqa: S108
-    given = measure.options(parser, CASES)
+    given = measure.options(parser, (*STORED, *TRAINED))
     if given.case:
         run_case(given)
     records = measure.run_cases(given)
     columns = ("case", "rows", "tokens", "seconds", "tokens_per_second", "bytes_per_token")
-    measure.table(records, (*columns, "host_mib"))
+    measure.table(records, (*columns, "cpu_seconds", "host_mib"))
     best: dict[str, float] = {}
     for record in records:
         best[record["case"]] = max(best.get(record["case"], 0), record.get("tokens_per_second", 0))
-    theirs = best.get("speculators")
-    ratios = {f"{case}/speculators": best[case] / theirs for case in best if theirs}
+    ratios = {}
+    for case in best:
+        against = "train-speculators" if case.startswith("train-") else "speculators"
+        if best.get(against) and case != against:
+            ratios[f"{case}/{against}"] = best[case] / best[against]
     measure.finish("loader", given, records, ratios)
     return any("failed" in record for record in records)
 
@@ -59,26 +68,113 @@ def run_case(given: argparse.Namespace) -> None:
     directory = given.directory / "loader"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+    training = given.case in TRAINED
+    given.case = given.case.removeprefix("train-")
     files, size = write_rows(given, directory)
-    batches = (
-        speculators_loader(given, files) if given.case == "speculators" else ours(given, files)
-    )
-    tokens = given.rows * given.length
-    for epoch in range(given.epochs):
-        begun = time.perf_counter()
-        count = sum(int(batch["lengths"].sum()) for batch in batches)
+    loader = speculators_loader if given.case == "speculators" else ours
+    batches = Counted(loader(given, files))
+    epoch = trainer(given, batches, directory) if training else on_device(batches)
+    for number in range(given.epochs):
+        batches.tokens = 0
+        begun, cpu = time.perf_counter(), measure.cpu_seconds()
+        epoch(number)
         seconds = time.perf_counter() - begun
         measure.record(
-            epoch=epoch,
+            epoch=number,
             rows=given.rows,
-            tokens=count,
+            tokens=batches.tokens,
             seconds=seconds,
-            tokens_per_second=count / seconds,
-            bytes_per_token=size / tokens,
+            cpu_seconds=measure.cpu_seconds() - cpu,
+            tokens_per_second=batches.tokens / seconds,
+            bytes_per_token=size / given.rows / given.length,
         )
     shutil.rmtree(directory, ignore_errors=True)
     sys.stdout.flush()
     os._exit(0)
+
+
+class Counted:
+    """Batches, of which the tokens are counted."""
+
+    def __init__(self, batches: Any) -> None:
+        self.tokens = 0
+        self._batches = batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self._batches:
+            self.tokens += int(batch["lengths"].sum())
+            yield batch
+
+
+def on_device(batches: Counted) -> Callable[[int], None]:
+    """What takes every batch to the device, and nothing else."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def epoch(number: int) -> None:
+        for batch in batches:
+            for value in batch.values():
+                value.to(device, non_blocking=True)
+
+    return epoch
+
+
+def trainer(given: argparse.Namespace, batches: Counted, directory: Path) -> Callable[[int], None]:
+    """Speculators' trainer, on a new head for a verifier of this width."""
+    from speculators.train.trainer import Trainer, TrainerConfig
+
+    from spec_compat.pipeline.train import draft_head
+
+    job: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            model=str(verifier(given, directory / "verifier")),
+            trust_remote_code=False,
+            layer_ids=(2, 4, 5, 7),
+            ttt_steps=TTT_STEPS,
+            num_layers=1,
+            draft_heads=None,
+            draft_kv_heads=None,
+            draft_head_dim=None,
+            draft_intermediate_size=None,
+        ),
+        layout=SimpleNamespace(vocab_mapping=directory / "verifier"),
+    )
+    call = {"ttt_steps": TTT_STEPS, "ttt_step_loss_decay": 1.0, "use_off_policy_tokens": False}
+    options = TrainerConfig(1e-4, given.epochs, str(directory / "heads"), train_call_kwargs=call)
+    epoch: Callable[[int], None] = Trainer(draft_head(job), options, batches).train_epoch
+    return epoch
+
+
+def verifier(given: argparse.Namespace, directory: Path) -> Path:
+    """What a head takes from its verifier, and a mapping of every token that it can draft."""
+    import numpy as np
+    import torch
+    from bench_extract import write_model
+    from safetensors.torch import save_file
+
+    width, tokens = given.hidden_size, given.vocab_size
+    head_dim = 128 if width >= 2048 else 64
+    heads = {"num_attention_heads": width // head_dim, "num_key_value_heads": width // head_dim}
+    shape = {"hidden_size": width, "intermediate_size": 3 * width, "head_dim": head_dim, **heads}
+    positions = {"num_hidden_layers": 8, "max_position_embeddings": 8192}
+    write_model(directory, {**shape, **positions, "vocab_size": tokens})
+    weights = {
+        "model.embed_tokens.weight": 0.02 * torch.randn(tokens, width).bfloat16(),
+        "lm_head.weight": 0.02 * torch.randn(tokens, width).bfloat16(),
+        "model.norm.weight": torch.ones(width).bfloat16(),
+    }
+    save_file(weights, directory / "model.safetensors")
+    drafted = min(DRAFT_VOCAB_SIZE, tokens)
+    np.save(directory / "d2t.npy", np.zeros(drafted, np.int64))
+    np.save(directory / "t2d.npy", np.arange(tokens) < drafted)
+    return directory
 
 
 def write_rows(given: argparse.Namespace, directory: Path) -> tuple[list[Path], int]:
@@ -89,16 +185,20 @@ def write_rows(given: argparse.Namespace, directory: Path) -> tuple[list[Path], 
 
     from spec_compat.pipeline import storage
 
-    kind = {"shards": storage.Shards(), "fp8": storage.Shards(fp8=True)}
-    writer = kind.get(given.case, storage.RowFiles())
+    kinds = {
+        "shards": storage.Shards(),
+        "fp8": storage.Shards(fp8=True),
+        "zstd": storage.Shards(compressed=True),
+    }
+    writer = kinds.get(given.case, storage.RowFiles())
     length, size = given.length, 0
     shards: dict[str, str] = {}
+    tokens = max(STEP, length)
+    encoded = writer.encode(
+        [torch.randn(tokens, given.hidden_size).bfloat16() for _ in range(LAYERS)]
+    )
     for begin in range(0, given.rows, max(1, STEP // length)):
         step = list(range(begin, min(given.rows, begin + max(1, STEP // length))))
-        states = [
-            torch.randn(len(step) * length, given.hidden_size).bfloat16() for _ in range(LAYERS)
-        ]
-        encoded = writer.encode(states)
         content = {
             row: (
                 [1] * length,
@@ -107,7 +207,7 @@ def write_rows(given: argparse.Namespace, directory: Path) -> tuple[list[Path], 
             )
             for place, row in enumerate(step)
         }
-        for name, rows in writer.files(step).items():
+        for name, rows in writer.files(dict.fromkeys(step, length)).items():
             size += writer.write(directory / name, {row: content[row] for row in rows})[1]
             shards |= {str(row): name for row in rows}
     if writer.lists:
@@ -115,7 +215,7 @@ def write_rows(given: argparse.Namespace, directory: Path) -> tuple[list[Path], 
     return [directory / f"data_{row}.pt" for row in range(given.rows)], size
 
 
-def ours(given: argparse.Namespace, files: list[Path]) -> Iterable[dict[str, Any]]:
+def ours(given: argparse.Namespace, files: list[Path]) -> Any:
     from speculators.train.noise_transforms import AddUniformNoise
 
     from spec_compat.pipeline.loader import Rows, loader
@@ -125,7 +225,7 @@ def ours(given: argparse.Namespace, files: list[Path]) -> Iterable[dict[str, Any
     return loader(job, rows, given.batch_tokens, 1, 0, AddUniformNoise(0.05))
 
 
-def speculators_loader(given: argparse.Namespace, files: list[Path]) -> Iterable[dict[str, Any]]:
+def speculators_loader(given: argparse.Namespace, files: list[Path]) -> Any:
     """As its training script has it, but for the number of workers."""
     import torch
     from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
@@ -136,7 +236,7 @@ def speculators_loader(given: argparse.Namespace, files: list[Path]) -> Iterable
     dataset = Eagle3SampleFileDataset(
         given.batch_tokens, file_list=[str(f) for f in files], transform=AddUniformNoise(0.05)
     )
-    batches = DataLoader(
+    return DataLoader(
         dataset,
         batch_sampler=MultipackDistributedBatchSamplerV2(
             batch_max_length=given.batch_tokens,
@@ -150,14 +250,6 @@ def speculators_loader(given: argparse.Namespace, files: list[Path]) -> Iterable
         collate_fn=create_collate_fn(given.batch_tokens),
         persistent_workers=given.workers > 0,
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    class OnDevice:
-        def __iter__(self) -> Any:
-            for batch in batches:
-                yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-
-    return OnDevice()
 
 
 if __name__ == "__main__":

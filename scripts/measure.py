@@ -1,7 +1,8 @@
 """What the benchmarks share: cases in processes of their own, watched; a table and a JSON file.
 
 A benchmark script is started again for each case, with `--case NAME`; the case prints what it
-measured through `record`, and is killed with all of its processes when its time is up.
+measured through `record`, and is killed with all of its processes when its time is up. A case can
+be several, A+B, that the script runs in one process.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def options(parser: argparse.ArgumentParser, cases: tuple[str, ...]) -> argparse
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="where results are written, and logs beside")
     parser.add_argument("--limit", type=float, default=600, help="seconds a case may take")
+    parser.add_argument("--within", type=float, help="start no case after this many seconds")
     parsed = parser.parse_args()
-    unknown = set(parsed.cases.split(",")) - set(cases)
+    unknown = set(parsed.cases.replace("+", ",").split(",")) - set(cases)
     if unknown:
         parser.error(f"--cases: no case is called {', '.join(sorted(unknown))}")
     return parsed
@@ -56,11 +58,24 @@ def record(**values: Any) -> None:
     print(MARK + json.dumps(values), flush=True)
 
 
+def cpu_seconds() -> float:
+    """From a case: what it and its children have taken of all cores, however busy they are."""
+    import psutil
+
+    this = psutil.Process()
+    times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
+    return float(sum(time.user + time.system for time in times))
+
+
 def run_cases(given: argparse.Namespace) -> list[Record]:
     """Run each case of `given.cases`; its records, each with the case and the memory so far."""
     records: list[Record] = []
+    begun = time.monotonic()
     with _importable() as environment:
         for case in given.cases.split(","):
+            if given.within and time.monotonic() - begun > given.within:
+                records.append({"case": case, "failed": "not started within --within"})
+                continue
             records += _run(case, given, environment)
     return records
 

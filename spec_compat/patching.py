@@ -132,6 +132,11 @@ class Patch:
         return self.id.partition("/")[0]
 
     @property
+    def opt_in(self) -> bool:
+        """Whether it changes vLLM itself: then it is off unless SPEC_COMPAT_ENABLE names it."""
+        return self.stage == "serve"
+
+    @property
     def target(self) -> str:
         """`module:qualname, qualname`, for people."""
         return f"{self.module}:{', '.join(self.factories)}"
@@ -163,8 +168,8 @@ class Patch:
     def provide(self, name: str) -> Callable[[_F], _F]:
         """Decorator for a factory `(None, module) -> object` of a name that does not exist.
 
-        A dotted name is that of a module which then can be imported; any other is a name in
-        `module`. Where the name exists, the patch has moved.
+        A dotted name is that of an attribute of a class in `module`, else of a module which then
+        can be imported; any other is a name in `module`. Where it exists, the patch has moved.
         """
         self.provided.add(name)
         return self.replace(name)

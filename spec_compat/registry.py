@@ -49,12 +49,13 @@ def get(patch_id: str) -> Patch:
 
 
 def plan(environment: Environment) -> tuple[Planned, ...]:
-    """Every patch, in order, with the decision for this environment and SPEC_COMPAT_DISABLE.
+    """Every patch, in order, with the decision for this environment, SPEC_COMPAT_DISABLE and
+    SPEC_COMPAT_ENABLE.
 
-    Raises UnknownPatch when SPEC_COMPAT_DISABLE names a patch that does not exist.
+    Raises UnknownPatch when one of them names a patch that does not exist.
     """
-    off = disabled()
-    return tuple(_planned(patch, environment, off) for patch in patches())
+    off, on = disabled(), enabled()
+    return tuple(_planned(patch, environment, off, on) for patch in patches())
 
 
 def disabled() -> frozenset[str]:
@@ -68,9 +69,28 @@ def disabled() -> frozenset[str]:
     return frozenset(named)
 
 
-def _planned(patch: Patch, environment: Environment, off: frozenset[str]) -> Planned:
+def enabled() -> frozenset[str]:
+    """The ids of the opt-in patches that SPEC_COMPAT_ENABLE turns on.
+
+    A stage stands for all of its own, and a patch for those that it comes after as well.
+    """
+    known = {patch.id: patch for patch in patches() if patch.opt_in}
+    named = {part.strip() for part in os.environ.get("SPEC_COMPAT_ENABLE", "").split(",")} - {""}
+    for name in sorted(named - known.keys() - {patch.stage for patch in known.values()}):
+        raise UnknownPatch(name, known, "SPEC_COMPAT_ENABLE")
+    for patch in reversed(known.values()):
+        if {patch.id, patch.stage} & named:
+            named.update(patch.after)
+    return frozenset(named & known.keys() | {p.id for p in known.values() if p.stage in named})
+
+
+def _planned(
+    patch: Patch, environment: Environment, off: frozenset[str], on: frozenset[str]
+) -> Planned:
     if patch.id in off:
         return Planned(patch, False, "disabled by SPEC_COMPAT_DISABLE")
+    if patch.opt_in and patch.id not in on:
+        return Planned(patch, False, f"off unless SPEC_COMPAT_ENABLE={patch.stage}")
     unknown = ""
     for name, specifier in patch.when.items():
         release = environment.releases.get(name)

@@ -23,6 +23,7 @@ State = Literal[
     "moved", "foreign", "failed", "lost", "undone",
 ]  # fmt: skip
 SCHEMA = 1
+REGISTRY = "vllm.model_executor.models.registry"
 IN_PLACE = frozenset[State]({"applied", "not-needed"})
 WRONG = frozenset[State]({"pending", "moved", "foreign", "failed", "lost"})
 
@@ -152,7 +153,13 @@ def append(directory: str, environment: Mapping[str, str], outcomes: Iterable[Ou
 
 
 def role() -> str:
-    """The name that multiprocessing gave to this process; "driver" for a main process."""
+    """The name that multiprocessing gave to this process; "driver" for a main process.
+
+    vLLM looks at a model's class in a main process of its own, which drives nothing.
+    """
     processes = sys.modules.get("multiprocessing.process")
     name: str = processes.current_process().name if processes else "MainProcess"
-    return "driver" if name == "MainProcess" else name
+    if name != "MainProcess":
+        return name
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return "model registry" if getattr(spec, "name", "") == REGISTRY else "driver"

@@ -63,11 +63,11 @@ def smollm2() -> Path:
     return model.verifier()
 
 
-def run_script(script: Path, *arguments: object) -> str:
+def run_script(script: Path, *arguments: object, env: dict[str, str] | None = None) -> str:
     """Run a script of tests/live in a process of its own; returns what it printed."""
     process = subprocess.run(
         [sys.executable, str(script), *map(str, arguments)],
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **(env or {})},
         capture_output=True,
         text=True,
         timeout=600,

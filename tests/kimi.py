@@ -121,7 +121,6 @@ VISION_CONFIG = {
     "patch_size": 14,
     "init_pos_emb_height": 4,
     "init_pos_emb_width": 4,
-    "mm_hidden_size": HIDDEN,
 }
 # Columns and ways of writing of mlabonne/open-perfectblend.
 ASKED = (
@@ -180,20 +179,37 @@ def write_conversations(path: Path, rows: int) -> Path:
 
 
 def language_model(path: Path, dtype: Any) -> Any:
-    """transformers' own DeepSeek-V3 with the language model's weights: the oracle."""
+    """transformers' own DeepSeek-V3 with the language model's weights, unpacked: the oracle."""
     from safetensors.torch import load_file
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     text = json.loads((path / "config.json").read_text())["text_config"]
+    text.pop("quantization_config", None)
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**text)).to(dtype).eval()
-    weights = {
-        name.removeprefix("language_model."): tensor.to(dtype)
+    stored = {
+        name.removeprefix("language_model."): tensor
         for file in sorted(path.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
         if name.startswith("language_model.")
     }
-    model.load_state_dict(weights)
+    model.load_state_dict(_unpacked(stored, dtype))
     return model
+
+
+def _unpacked(stored: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    """The weights under their own names: those in four bits multiplied by their scales."""
+    import torch
+
+    weights = {}
+    for name, tensor in stored.items():
+        whole = name.removesuffix("_packed")
+        if whole != name:
+            values = (tensor[..., None] >> torch.arange(0, 32, 4) & 15) - 8
+            groups = values.flatten(1).float().unflatten(1, (-1, 32))
+            weights[whole] = (groups * stored[f"{whole}_scale"].float()[..., None]).flatten(1)
+        elif not name.endswith(("_scale", "_shape")):
+            weights[name] = tensor
+    return {name: tensor.to(dtype) for name, tensor in weights.items()}
 
 
 def _config(text: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +218,7 @@ def _config(text: dict[str, Any]) -> dict[str, Any]:
         "model_type": "kimi_k25",
         "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"},
         "text_config": text,
-        "vision_config": VISION_CONFIG,
+        "vision_config": {**VISION_CONFIG, "mm_hidden_size": text["hidden_size"]},
         "media_placeholder_token_id": 163605,
         "pad_token_id": text["pad_token_id"],
         "bos_token_id": text["bos_token_id"],
@@ -222,7 +238,7 @@ def _write_weights(path: Path, text: dict[str, Any], seed: int) -> None:
     if "quantization_config" in text:
         language = {name: t for pair in language.items() for name, t in _packed(*pair, dtype)}
     tensors = {f"language_model.{name}": tensor for name, tensor in language.items()}
-    tensors |= _vision_weights(seed)
+    tensors |= _vision_weights(seed, text["hidden_size"])
     shards: list[dict[str, Any]] = [{}, {}]
     for number, (name, tensor) in enumerate(tensors.items()):
         precise = name.endswith("e_score_correction_bias")
@@ -230,7 +246,7 @@ def _write_weights(path: Path, text: dict[str, Any], seed: int) -> None:
             tensor = tensor.to(torch.float32 if precise else dtype)
         tensor = tensor.detach().contiguous()
         shards[number * len(shards) // len(tensors)][name] = tensor
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, path / file, metadata={"format": "pt"})
@@ -257,24 +273,23 @@ def _language_weights(text: dict[str, Any], seed: int) -> dict[str, Any]:
 def _packed(name: str, tensor: Any, dtype: Any) -> Iterator[tuple[str, Any]]:
     """A weight as it is, or of an expert: eight values to an int32, scales and the shape."""
     import torch
-    from compressed_tensors.compressors.quantized_compressors.pack_quantized import pack_to_int32
 
     if ".mlp.experts." not in name:
         yield name, tensor
         return
     groups = tensor.detach().float().unflatten(1, (-1, 32))
     scale = (groups.abs().amax(dim=-1, keepdim=True) / 7).to(dtype).float()
-    values = (groups / scale).round().clamp(-8, 7).flatten(1).to(torch.int8)
-    yield f"{name}_packed", pack_to_int32(values, 4)
+    values = (groups / scale).round().clamp(-8, 7).flatten(1).to(torch.int32) + 8
+    shifted = values.unflatten(1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)
+    yield f"{name}_packed", shifted.sum(dim=-1, dtype=torch.int32)
     yield f"{name}_scale", scale[..., 0].to(dtype)
     yield f"{name}_shape", torch.tensor(tensor.shape)
 
 
-def _vision_weights(seed: int) -> dict[str, Any]:
+def _vision_weights(seed: int, out: int) -> dict[str, Any]:
     import torch
 
-    width, inner, out = (VISION_CONFIG[k] for k in ("hidden_size", "intermediate_size",
-                                                    "mm_hidden_size"))  # fmt: skip
+    width, inner = VISION_CONFIG["hidden_size"], VISION_CONFIG["intermediate_size"]
     block = "vision_tower.encoder.blocks.0."
     shapes = {
         "vision_tower.patch_embed.proj.weight": (width, 3, 14, 14),

@@ -1,8 +1,10 @@
 """Rows on their way from vLLM's worker to the disk, while the next steps compute.
 
-After a step its streams are copied into a host buffer, on a CUDA stream of their own where there
-is one. When the copy is done and with it the proof of the rows, threads write those that are sound,
-and the buffer is free again. There is a fixed number of buffers: with none free, the step waits.
+What a step left on a device waits there until the next step is launched: in between, whatever the
+worker's thread does is time in which the device stands still, and a copy of the states would be in
+the way of the sampled tokens. Then, on a CUDA stream of their own, the rows are proved and copied
+into a host buffer; threads write those that are sound, and the buffer is free again. There is a
+fixed number of buffers: with none free, the step waits.
 
 The driver sends an order with each step, and is answered with what was written since the last.
 """
@@ -14,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, Queue
+from queue import LifoQueue
 from typing import Any, NamedTuple
 
 from ._proof import contradiction, gaps
@@ -83,12 +85,19 @@ class Buffer:
 
 @dataclass
 class Step:
-    """The rows of one step; they are in the buffer once `copied()` returns."""
+    """The rows of one step; they are in the buffer once `copied()` returns.
+
+    `states` and `finite`, [tokens, ...], and `logits`, [rows, vocabulary], are on the device once
+    the event `computed` is over; without a device that computes by itself it is None.
+    """
 
     order: Order
     places: list[Place]
     buffer: Buffer
+    states: list[Any]
+    finite: Any
     logits: Any
+    computed: Any
     sampled: list[int] = field(default_factory=list)
     copied: Callable[[], None] = lambda: None
     files_left: int = 0
@@ -128,8 +137,9 @@ class Sink:
         self.tokens = tokens
         self.buffers = buffers
         self.order: Order | None = None
-        self.step: Step | None = None
-        self.free: Queue[Buffer] = Queue()
+        self.step: Step | None = None  # launched
+        self.computed: Step | None = None  # and its tokens sampled
+        self.free: LifoQueue[Buffer] = LifoQueue()  # what was used last is warm
         self.made = 0
         writers = max(2, min(MAX_WRITERS, (os.cpu_count() or 2) // 2))
         self._writers = ThreadPoolExecutor(writers, "row-writer")
@@ -138,7 +148,7 @@ class Sink:
         self._answer = Answer([], [], None)
 
     def take(self, places: list[Place], order: Order) -> None:
-        """Compute the logits of the step's last states, and copy the states into a buffer."""
+        """Have computed, for the step that is launched, what is stored of it and what proves it."""
         import torch
 
         streams = self.capture.streams
@@ -151,16 +161,16 @@ class Sink:
             raise RuntimeError(f"request {cut[0].request_id} was computed in more than one step")
         tokens = places[-1].stop
         states = [streams.taken[layer_id][:tokens] for layer_id in self.capture.layer_ids]
-        finite = torch.stack([layer.isfinite().all(dim=-1) for layer in states]).all(dim=0)
+        # The greatest of a token's magnitudes is NaN or infinite where one of them is.
+        greatest = [layer.abs().amax(dim=-1) for layer in states]
+        finite = torch.stack(greatest).isfinite().all(dim=0)
         encoded = self.storage.encode(states)
+        computed = torch.cuda.current_stream().record_event() if logits.is_cuda else None
         buffer = self._buffer(encoded)
-        self._copy([*zip(buffer.states, encoded, strict=True), (buffer.finite, finite)])
-        self.step = Step(order, places, buffer, logits)
+        self.step = Step(order, places, buffer, encoded, finite, logits, computed)
 
-    def prove(self, output: Any) -> None:
-        """Hold the step's rows against the tokens that vLLM sampled, and let them be written."""
-        import torch
-
+    def sampled(self, output: Any) -> None:
+        """The step has been computed, and these are the tokens that vLLM sampled."""
         step, self.step = self.step, None
         if step is None:
             return
@@ -169,10 +179,22 @@ class Sink:
         if unsampled := {place.request_id for place in step.places} - tokens.keys():
             raise RuntimeError(f"vLLM sampled no token for {sorted(unsampled)}")
         step.sampled = [tokens[place.request_id] for place in step.places]
-        device = step.logits.device
-        proof = gaps(step.logits, torch.tensor(step.sampled).to(device, non_blocking=True))
-        step.copied, step.logits = self._copy([(step.buffer.proof, proof)]), None
-        self._writers.submit(self._release, step)
+        self.computed = step
+        if step.computed is None:
+            self.release()
+
+    def release(self) -> None:
+        """Have the rows of the last step that was computed proved, copied and written."""
+        import torch
+
+        step, self.computed = self.computed, None
+        if step is None:
+            return
+        with torch.inference_mode(), self._beside(step):
+            self._copy(step)
+            if step.computed is not None:
+                step.copied = self._side.record_event().synchronize
+        self._writers.submit(self._write_sound, step)
 
     def answer(self) -> Answer:
         with self._lock:
@@ -181,21 +203,23 @@ class Sink:
 
     def drain(self) -> Answer:
         """Wait until everything is written."""
+        self.release()
         for buffer in [self.free.get() for _ in range(self.made)]:
             self.free.put(buffer)
         return self.answer()
 
     def _buffer(self, encoded: list[Any]) -> Buffer:
-        """A free buffer; the first ones are made as they are needed."""
-        import torch
-
+        """A free buffer. All are made with the first step: to lock pages stops the device."""
         if self.buffers is None:
             size = self.tokens * sum(part[0].numel() * part.element_size() for part in encoded)
             self.buffers = min(MAX_BUFFERS, max(MIN_BUFFERS, BUFFER_BYTES // size))
-        try:
-            return self.free.get(block=self.made == self.buffers)
-        except Empty:
+        while self.made < self.buffers:
+            self.free.put(self._room(encoded))
             self.made += 1
+        return self.free.get()
+
+    def _room(self, encoded: list[Any]) -> Buffer:
+        import torch
 
         def room(shape: tuple[int, ...], dtype: Any) -> Any:
             return torch.empty(shape, dtype=dtype, pin_memory=encoded[0].is_cuda)
@@ -206,27 +230,34 @@ class Sink:
             room((self.tokens, 2), torch.float32),
         )
 
-    def _copy(self, pairs: list[tuple[Any, Any]]) -> Callable[[], None]:
-        """Start to copy (host, device) tensors; what is returned waits until they are there."""
+    def _beside(self, step: Step) -> AbstractContextManager[Any]:
+        """Where there is a device: the stream beside the model's, once the step is computed."""
         import torch
 
-        on_device = pairs[0][1].is_cuda
-        beside: AbstractContextManager[Any] = nullcontext()
-        if on_device:
-            self._side = self._side or torch.cuda.Stream()
-            self._side.wait_stream(torch.cuda.current_stream())
-            beside = torch.cuda.stream(self._side)
-        with beside:
-            for host, tensor in pairs:
-                host[: len(tensor)].copy_(tensor, non_blocking=True)
-                if on_device:
-                    tensor.record_stream(self._side)
-        if not on_device:
-            return lambda: None
-        wait: Callable[[], None] = self._side.record_event().synchronize
-        return wait
+        if step.computed is None:
+            return nullcontext()
+        self._side = self._side or torch.cuda.Stream()
+        self._side.wait_event(step.computed)
+        stream: AbstractContextManager[Any] = torch.cuda.stream(self._side)
+        return stream
 
-    def _release(self, step: Step) -> None:
+    def _copy(self, step: Step) -> None:
+        """Prove the rows, and copy all that is known of them into the buffer."""
+        import torch
+
+        device = step.logits.device
+        tokens = torch.tensor(step.sampled).to(device, non_blocking=True)
+        proof = gaps(step.logits, tokens)
+        buffer = step.buffer
+        pairs = [*zip(buffer.states, step.states, strict=True), (buffer.finite, step.finite)]
+        for host, tensor in [*pairs, (buffer.proof, proof)]:
+            host[: len(tensor)].copy_(tensor, non_blocking=True)
+        if step.computed is not None:  # the model's stream, which made them, wants their memory
+            for tensor in (*step.states, step.finite, step.logits):
+                tensor.record_stream(self._side)
+        step.states, step.finite, step.logits = [], None, None
+
+    def _write_sound(self, step: Step) -> None:
         """Once a step's rows are in their buffer: report the bad ones, have the others written."""
         try:
             step.copied()
@@ -274,19 +305,18 @@ class Sink:
 def open_sink(worker: Any, storage: Any, **options: Any) -> None:
     """In a worker whose capture is set up: from now on steps come with orders."""
     worker._capture.sink = Sink(worker._capture, storage, **options)
+    worker._capture.awaited = True
 
 
 def extract(worker: Any, scheduler_output: Any, order: Order) -> Answer:
     """In a worker: compute one step, and see to its rows."""
-    import torch
-
     sink = worker._capture.sink
     sink.order = order
     try:
         output = worker.execute_model(scheduler_output)
+        sink.release()  # the step before
         output = worker.sample_tokens(None) if output is None else output
-        with torch.inference_mode():
-            sink.prove(output)
+        sink.sampled(output)
     finally:
         sink.order = None
     answer: Answer = sink.answer()

@@ -3,7 +3,8 @@
 A decoder layer of vLLM returns `(hidden, residual)`, and the stream after it is their sum, except
 in families whose layers return the sum already, alone (Granite) or beside the residual (Cohere).
 Which of the two it is, is measured on the first step: the stream after the last layer, through the
-final norm, must be what the model returned.
+final norm, must be what the model returned. That a layer is given what the one before it returned
+is looked at as well: a stream that changes between layers is no layer's.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,9 +13,12 @@ from typing import Any
 
 LAYERS = ("layers", "h", "blocks")
 INSIDE = (
-    "language_model", "thinker", "llm", "text_model", "model", "decoder", "transformer", "encoder",
+    "language_model", "thinker", "llm", "text_model", "model", "decoder", "transformer", "gpt_neox",
+    "encoder", "layers",
 )  # fmt: skip
-FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
+FINAL_NORMS = (
+    "norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm", "embedding_norm",
+)  # fmt: skip
 MAX_ERROR = 0.02  # relative L2; bf16 noise is below 0.01, a wrong reading is above 0.5
 
 Stream = Callable[[Any, Any], Any]
@@ -32,7 +36,8 @@ def find_decoder(model: Any, num_layers: int) -> tuple[str, Any, Any]:
     tried = []
     for path, module in _text_modules(model):
         children = dict(module.named_children())
-        layers = next((children[name] for name in LAYERS if name in children), None)
+        lists = (children[name] for name in LAYERS if name in children)
+        layers = next((child for child in lists if hasattr(child, "__len__")), None)
         if layers is not None and len(layers) == num_layers:
             return path, module, layers
         tried.append(path if layers is None else f"{path} ({len(layers)} layers)")
@@ -72,8 +77,11 @@ def _descend(path: str, module: Any) -> Iterator[tuple[str, Any]]:
             yield from _descend(f"{path}.{name}", children[name])
 
 
-def _final_norm(path: str, decoder: Any) -> Any:
-    norms = (getattr(decoder, name, None) for name in FINAL_NORMS)
+def _final_norm(model: Any, path: str) -> Any:
+    """The norm beside the layers; PLaMo keeps it one module further out."""
+    names = path.split(".")[1:]
+    owners = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1)]
+    norms = (getattr(owner, name, None) for owner in owners for name in FINAL_NORMS)
     norm = next((norm for norm in norms if norm is not None), None)
     if norm is None:
         raise ValueError(f"{path} has no final norm; looked for {', '.join(FINAL_NORMS)}")
@@ -97,17 +105,26 @@ class Streams:
         self.active = False  # a warm-up run computes on whatever the memory holds
         self.taken: dict[int, Any] = {}
         self.reading = ""
-        self.path, decoder, layers = find_decoder(model, num_layers)
-        self.norm = _final_norm(self.path, decoder)
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise ValueError(
+                f"hidden states of {type(model).__name__} cannot be extracted: its decoder attends "
+                "to an encoder, for which rows of tokens have no input"
+            )
+        self.path, _, layers = find_decoder(model, num_layers)
+        self.norm = _final_norm(model, self.path)
         self.name = type(model).__name__
         self.last = num_layers - 1
-        for layer_id in {*layer_ids, self.last}:
+        self._altered: dict[str, set[int]] = {"hidden": set(), "residual": set()}
+        for layer_id in sorted({*layer_ids, self.last}):
             if type(layers[layer_id]).__name__ == "PPMissingLayer":
                 raise ValueError(
                     f"layer {layer_id} of {self.name} is on another pipeline stage: hidden states "
                     "are extracted with pipeline_parallel_size=1, use tensor parallelism"
                 )
             layers[layer_id].register_forward_hook(self._hook(layer_id))
+            if layer_id < self.last:
+                hook = self._compare(layer_id)
+                layers[layer_id + 1].register_forward_pre_hook(hook, with_kwargs=True)
         model.forward = self._measured(model.forward)
 
     def _hook(self, layer_id: int) -> Callable[..., None]:
@@ -126,6 +143,19 @@ class Streams:
                 self.taken[layer_id] = (hidden.clone(), residual)
 
         return take
+
+    def _compare(self, layer_id: int) -> Callable[..., None]:
+        """Before the layer after it: is that given what layer `layer_id` returned?"""
+
+        def compare(layer: Any, args: Any, kwargs: Any) -> None:
+            if not self.active or self.reading or layer_id not in self.taken:
+                return
+            given = [one for one in (*args, *kwargs.values()) if hasattr(one, "shape")]
+            for name, tensor in zip(self._altered, self.taken[layer_id], strict=True):
+                if not any(_same(tensor, one) for one in given):
+                    self._altered[name].add(layer_id)
+
+        return compare
 
     def _measured(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The model's forward, a hook on which would not run where vLLM replaces `__call__`."""
@@ -146,34 +176,69 @@ class Streams:
         but for what its last layer added.
         """
         hidden, residual = self.taken[self.last]
-        errors = {}
+        if hidden.shape != returned.shape:  # Gemma 3n has four streams
+            raise ValueError(
+                f"hidden states of {self.name} cannot be extracted: its layers return "
+                f"{list(hidden.shape)}, the model returns {list(returned.shape)}: no one stream"
+            )
+        fits = {}
         for reading, read in READINGS.items():
             if reading == "hidden" or residual is not None:
                 stream = read(hidden, residual)
-                errors[reading, "normed"] = _error(self.norm(stream), returned)
-                errors[reading, "raw"] = _error(stream, returned)
-        (reading, returns), error = min(errors.items(), key=lambda item: item[1])
+                fits[reading, "normed"] = _fit(self.norm(stream), returned)
+                fits[reading, "raw"] = (_error(stream, returned), 1.0)
+        (reading, returns), (error, scale) = min(fits.items(), key=lambda item: item[1])
         if not error <= MAX_ERROR:
-            found = ", ".join(f"{' '.join(key)} {error:.2g}" for key, error in errors.items())
+            found = ", ".join(f"{' '.join(key)} {error:.2g}" for key, (error, _) in fits.items())
             raise ValueError(
                 f"hidden states of {self.name} cannot be extracted: its layers' streams are not "
                 f"known, for none leads to what the model returns (relative errors: {found})"
             )
+        self._check_handing_on(reading)
         self.reading = reading
         self.taken = {k: READINGS[reading](*pair) for k, pair in self.taken.items()}
         if returns == "raw":  # this model leaves its final norm to compute_logits
             self.norm = lambda stream: stream
+        elif abs(scale - 1) > MAX_ERROR:  # MiniCPM scales what lm_head gets
+            norm = self.norm
+            self.norm = lambda stream: norm(stream) * scale
+
+    def _check_handing_on(self, reading: str) -> None:
+        """Refuse a model whose streams change between one layer and the next."""
+        parts = ("hidden",) if reading == "hidden" else ("hidden", "residual")
+        if altered := set[int]().union(*(self._altered[part] for part in parts)):
+            layer_id = min(altered)
+            raise ValueError(
+                f"hidden states of {self.name} cannot be extracted: layer {layer_id + 1} is given "
+                f"something else than layer {layer_id} returns"
+            )
 
 
 def _pair(output: Any) -> tuple[Any, Any]:
-    """What a layer returned as (hidden, residual); other things beside them are not streams."""
+    """What a layer returned as (hidden, residual); other things beside them are not streams.
+
+    Layers of transformers, which vLLM runs for models that it has no class for, have a batch of one
+    step.
+    """
     hidden, *rest = output if isinstance(output, tuple) else (output,)
+    if hidden.dim() == 3 and len(hidden) == 1:
+        hidden = hidden[0]
     residual = rest[0] if rest else None
     return hidden, residual if getattr(residual, "shape", None) == hidden.shape else None
 
 
+def _same(returned: Any, given: Any) -> bool:
+    if returned is None or returned.numel() != given.numel():
+        return False
+    return bool((returned == given.view_as(returned)).all())
+
+
 def _error(ours: Any, returned: Any) -> float:
-    """Relative L2 distance; infinite between tensors of different shapes."""
-    if getattr(returned, "shape", None) != ours.shape:
-        return float("inf")
+    """Relative L2 distance."""
     return float((ours - returned).float().norm() / returned.float().norm())
+
+
+def _fit(ours: Any, returned: Any) -> tuple[float, float]:
+    """The relative L2 distance of what is nearest among the multiples of `ours`, and its factor."""
+    scale = float((ours.float() * returned.float()).sum() / ours.float().square().sum())
+    return _error(ours * scale, returned), scale

@@ -12,7 +12,9 @@ Fix      The model's own forward runs; forward hooks take each layer's stream. W
          is `hidden + residual` or `hidden` alone is measured on the first step: the final norm of
          the last layer's stream must be what the model returned. Tokens are assigned to requests
          in the order in which the model runner has them in its batch. A row is given out only if
-         its states are finite and if lm_head(norm(last state)) gives the token that vLLM sampled.
+         its states are finite and if lm_head(norm(last state)) gives the token that vLLM sampled:
+         to `generate()`, which fetches it from the CPU after each step, or to the pipeline's sink
+         (see _sink), which the worker writes its files through.
 Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
 """
 
@@ -45,7 +47,8 @@ class LayerCapture:
     """Takes the streams of `layer_ids` in one worker, and cuts them into rows by request.
 
     Only tensor-parallel rank 0 keeps rows; the others take part in the proof, whose logits are
-    gathered from all ranks. Every state is [tokens, hidden] in the model's dtype, on the CPU.
+    gathered from all ranks. Every state that `take` gives out is [tokens, hidden] in the model's
+    dtype, on the CPU. A step that comes with an order goes to `sink` instead, on the device.
     """
 
     def __init__(self, runner: Any, layer_ids: list[int], *, keep: bool) -> None:
@@ -58,10 +61,13 @@ class LayerCapture:
         self.complete: dict[str, list[Any]] = {}
         self.last_states: dict[str, Any] = {}
         self.sink: Sink | None = None
+        self.awaited = False  # the second model runner warms up with requests of its own
         self._execute = runner.execute_model
         runner.execute_model = self.execute_model
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.awaited:
+            return self._execute(scheduler_output, *args, **kwargs)
         self.streams.active = True
         output = self._execute(scheduler_output, *args, **kwargs)
         self.streams.active = False
@@ -94,6 +100,8 @@ class LayerCapture:
             stop = start + step.num_scheduled_tokens[request_id]
             first = computed[request_id]
             done = first + stop - start >= self.prompts[request_id]
+            if done:
+                del self.prompts[request_id]
             places.append(Place(request_id, start, stop, first, done))
             start = stop
         return places
@@ -152,6 +160,7 @@ def setup(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
 def reset(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     def _reset_capture(self: Any) -> None:
         capture = self._capture
+        capture.awaited = True
         capture.prompts, capture.partial = {}, {}
         capture.complete, capture.last_states = {}, {}
 

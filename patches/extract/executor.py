@@ -10,7 +10,9 @@ Fix      The generator's name `MultiprocExecutor` becomes a subclass that sample
          and fetches the rows which that step completed, by request id. With the sampled tokens the
          workers prove each row (see extract/capture); a row that fails makes `generate()` raise
          BadRows. It also checks that every worker runs the patch extract/capture. Workers are
-         spawned unless VLLM_WORKER_MULTIPROC_METHOD says otherwise.
+         spawned unless VLLM_WORKER_MULTIPROC_METHOD says otherwise. The pipeline does not fetch:
+         it opens a sink in the worker, sends steps ahead with the files that their rows belong
+         in, and is answered with names and checksums.
 Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
 """
 

@@ -4,14 +4,15 @@ Symptom  ValueError: KV cache layout has not been resolved yet.
 Cause    Since vLLM 0.29.0 the engine core chooses one layout out of those that the workers support,
          and tells them; the generator takes the engine core's place and does not.
 Fix      The generator's name `MultiprocExecutor` becomes a subclass that does it where the engine
-         core does: when the workers have said what they cache.
+         core does: when the workers have said what they cache. Since 0.33.0 they are told with it
+         how context parallelism interleaves.
 Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
 """
 
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, Patch, Probe, moved
+from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
@@ -41,7 +42,8 @@ def executor(original: type[Any], module: ModuleType) -> type[Any]:
 
             supported = self.get_supported_kv_cache_layouts()
             self._layout = resolve_kv_cache_layout(self.vllm_config, supported, specs).name
-            self.set_kv_cache_layout(self._layout)
+            told = (self._layout, self.vllm_config.parallel_config.cp_kv_cache_interleave_size)
+            self.set_kv_cache_layout(*told[: len(parameters(original.set_kv_cache_layout)) - 1])
 
         def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
             for config in kv_cache_configs:

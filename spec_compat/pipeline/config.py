@@ -91,6 +91,9 @@ class RunConfig(BaseModel):
     storage_dtype: Literal["verifier", "fp8"] = _option(
         "verifier", "extract", "Hidden states as they are, or in shards as fp8: half the bytes."
     )
+    storage_compression: Literal["none", "zstd"] = _option(
+        "none", "extract", "Compress the hidden states in shards, without loss."
+    )
     sink_buffers: int | None = _option(
         None,
         None,

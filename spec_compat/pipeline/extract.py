@@ -32,7 +32,7 @@ from spec_compat.report import IN_PLACE, Report
 # Beside the states, a row has 16 bytes a token of ids and mask, and a file has its frame.
 OVERHEAD = 1.05
 # Steps of which nothing is on the disk when the next one is sent.
-IN_FLIGHT = 4
+IN_FLIGHT = 5
 # Altered files that are named.
 SHOWN = 5
 
@@ -46,7 +46,11 @@ def run(job: Job) -> Result:
     spec_compat.require(stage="extract", scope="driver")
     config = job.config
     rows = {d.name: Prepared(job.layout.prepared(d.name)) for d in job.datasets}
-    kind = storage(config.storage, fp8=config.storage_dtype == "fp8")
+    kind = storage(
+        config.storage,
+        fp8=config.storage_dtype == "fp8",
+        compressed=config.storage_compression == "zstd",
+    )
     stores = {name: Store(job.layout.rows(name), there, kind) for name, there in rows.items()}
     lengths = {name: prepared.lengths for name, prepared in rows.items()}
     missing = sum(len(store.missing()) for store in stores.values())

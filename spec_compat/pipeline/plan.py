@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import conversations, verifier
+from spec_compat.pipeline import conversations, verifier, zstd
 from spec_compat.pipeline.config import DRAFT_VOCAB_SIZE, SEQ_LENGTH, ResolvedConfig, RunConfig
 from spec_compat.pipeline.conversations import FileCheck
 from spec_compat.pipeline.verifier import HeadGeometry, Verifier
@@ -37,6 +37,14 @@ class Plan:
     checks: dict[str, FileCheck]
 
     @property
+    def bytes_per_token(self) -> int:
+        """Size on disk of one token's states; what zstd saves of it is not known before."""
+        layers, hidden = len(self.config.layer_ids), self.verifier.hidden_size
+        if self.config.storage_dtype == "fp8":
+            return layers * (hidden + 4)  # a scale in float32
+        return layers * hidden * 2
+
+    @property
     def sources(self) -> dict[str, str]:
         """What the run is made from: digests of the model and of each local file."""
         digests = {f"data {d.name}": d.source for d in self.datasets if not d.is_local}
@@ -51,8 +59,7 @@ def make(config: RunConfig) -> Plan:
     model = str(directory.resolve()) if directory.is_dir() else config.model
     layer_ids = config.layer_ids or geometry.default_layer_ids
     verifier.check_layer_ids(layer_ids, geometry.num_layers)
-    if config.storage_dtype == "fp8" and config.storage != "shards":
-        raise UserError("--storage-dtype fp8: only shards hold it; add --storage shards")
+    _check_storage(config)
     draft_vocab_size = config.draft_vocab_size or min(DRAFT_VOCAB_SIZE, geometry.vocab_size)
     if draft_vocab_size > geometry.vocab_size:
         raise UserError(
@@ -89,6 +96,17 @@ def _head(config: RunConfig, derived: HeadGeometry) -> dict[str, int | None]:
     )
     verifier.check_head(geometry)
     return {f"draft_{name}": value for name, value in asdict(geometry).items()}
+
+
+def _check_storage(config: RunConfig) -> None:
+    for option, value in (("storage-dtype", "fp8"), ("storage-compression", "zstd")):
+        chosen = getattr(config, option.replace("-", "_")) == value
+        if chosen and config.storage != "shards":
+            raise UserError(f"--{option} {value}: only shards hold it; add --storage shards")
+    if config.storage_compression == "zstd" and not zstd.available():
+        raise UserError(
+            "--storage-compression zstd: this Python has no zstd; pip install zstandard"
+        )
 
 
 def name_datasets(sources: tuple[str, ...]) -> tuple[Dataset, ...]:

@@ -81,8 +81,8 @@ class Prefill:
         sent: deque[Any] = deque()
         for step in steps:
             for output, rows in self._schedule(step):
-                there = {number for number, _ids, _mask in rows.values()}
-                files = self.storage.files([row for row in step.keep if row in there])
+                lengths = {number: len(ids) for number, ids, _mask in rows.values()}
+                files = self.storage.files({r: lengths[r] for r in step.keep if r in lengths})
                 executor = self.generator.executor
                 sent.append(executor.extract(output, step.directory, rows, files))
                 if len(sent) > AHEAD:

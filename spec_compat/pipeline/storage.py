@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from spec_compat.pipeline import atomic
+from spec_compat.pipeline import atomic, zstd
 
 Kind = Literal["rows", "shards"]
 Row = dict[str, Any]
@@ -22,22 +22,27 @@ Content = tuple[list[int], list[int], list[Tensor]]
 
 # The shard of each row, beside the shards.
 INDEX = "index.json"
+# The key in a shard's metadata: its states are compressed, and have this dtype.
+ZSTD = "zstd"
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 DTYPES = {
+    torch.uint8: "U8",
     torch.int64: "I64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     FP8: "F8_E4M3",
 }
+# Files that the rows of a step are written to, side by side.
+SHARDS = 4
 # Shards that a process keeps open: what is mapped costs addresses, not memory.
 OPEN_SHARDS = 256
 
 
-def storage(kind: Kind, fp8: bool) -> RowFiles:
+def storage(kind: Kind, fp8: bool = False, compressed: bool = False) -> RowFiles:
     """What writes rows in the form that was asked for."""
-    return Shards(fp8=fp8) if kind == "shards" else RowFiles()
+    return Shards(fp8, compressed) if kind == "shards" else RowFiles()
 
 
 class RowFiles:
@@ -48,8 +53,8 @@ class RowFiles:
     # What lists the files, beside what every dataset has.
     lists: tuple[str, ...] = ()
 
-    def files(self, step: list[int]) -> dict[str, list[int]]:
-        """The files of a step's rows, and the rows of each."""
+    def files(self, step: dict[int, int]) -> dict[str, list[int]]:
+        """The files of a step's rows, which have this many tokens, and the rows of each."""
         return {f"data_{row}.pt": [row] for row in step}
 
     def token_bytes(self, layers: int, hidden: int, dtype: torch.dtype) -> int:
@@ -75,20 +80,29 @@ class RowFiles:
 
 
 class Shards(RowFiles):
-    """`shard_{i}.safetensors`: the rows of a step in a file that is named after the first of them.
+    """`shard_{i}.safetensors`: rows of a step, in a file that is named after the first of them.
 
     Row i has the tensors `{i}.input_ids`, `{i}.loss_mask` and `{i}.hidden_states.{k}`, and with
     fp8 `{i}.scales.{k}`, float32 [tokens]: what a token's states are to be multiplied with.
+    Where they are compressed, `{i}.hidden_states.{k}` is a zstd frame, uint8, of the states' first
+    bytes, then their second ones: exponents are alike, fractions are not. The shard's metadata has
+    their dtype.
     """
 
     whole_steps = True
     lists = (INDEX,)
 
-    def __init__(self, fp8: bool = False) -> None:
+    def __init__(self, fp8: bool = False, compressed: bool = False) -> None:
         self.fp8 = fp8
+        self.compressed = compressed
 
-    def files(self, step: list[int]) -> dict[str, list[int]]:
-        return {f"shard_{step[0]}.safetensors": step} if step else {}
+    def files(self, step: dict[int, int]) -> dict[str, list[int]]:
+        shards: dict[int, list[int]] = {}
+        total, before = sum(step.values()), 0
+        for row, tokens in step.items():
+            shards.setdefault(before * SHARDS // total, []).append(row)
+            before += tokens
+        return {f"shard_{rows[0]}.safetensors": rows for rows in shards.values()}
 
     def token_bytes(self, layers: int, hidden: int, dtype: torch.dtype) -> int:
         return layers * (hidden + 4) if self.fp8 else super().token_bytes(layers, hidden, dtype)
@@ -102,7 +116,10 @@ class Shards(RowFiles):
 
     def write(self, path: Path, rows: dict[int, Content]) -> tuple[str, int]:
         tensors = {name: tensor for row in rows.items() for name, tensor in self._tensors(*row)}
-        header, end = {}, 0
+        header: dict[str, Any] = {}
+        if self.compressed:
+            tensors, header["__metadata__"] = _compressed(tensors)
+        end = 0
         for name, tensor in tensors.items():
             begin, end = end, end + tensor.nbytes
             header[name] = {
@@ -198,9 +215,36 @@ def _from_shard(shard: Any, number: str) -> Row:
     names = set(shard.keys())
     row = {name: shard.get_tensor(f"{number}.{name}") for name in ("input_ids", "loss_mask")}
     row["hidden_states"] = layers("hidden_states")
+    if dtype := (shard.metadata() or {}).get(ZSTD):
+        tokens = len(row["input_ids"])
+        row["hidden_states"] = [_whole(part, dtype, tokens) for part in row["hidden_states"]]
     if f"{number}.scales.0" in names:
         row["scales"] = layers("scales")
     return row
+
+
+def _compressed(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors, with frames for the states, and what the shard says of itself."""
+    found, dtype = {}, ""
+    for name, tensor in tensors.items():
+        if ".hidden_states." not in name:
+            found[name] = tensor
+            continue
+        dtype = DTYPES[tensor.dtype]
+        planes = tensor.view(torch.uint8).unflatten(-1, (-1, tensor.itemsize)).unbind(-1)
+        frame = zstd.compress(plane.contiguous().numpy() for plane in planes)
+        found[name] = torch.frombuffer(frame, dtype=torch.uint8)
+    # What is aligned to eight bytes comes first, frames have any length.
+    ordered = sorted(found.items(), key=lambda item: item[1].dtype == torch.uint8)
+    return dict(ordered), {ZSTD: dtype}
+
+
+def _whole(frame: Tensor, dtype: str, tokens: int) -> Tensor:
+    """States [tokens, hidden] of this frame."""
+    kind = next(torch_dtype for torch_dtype, name in DTYPES.items() if name == dtype)
+    planes = torch.frombuffer(zstd.decompress(frame.numpy()), dtype=torch.uint8)
+    planes = planes.view(kind.itemsize, tokens, -1)
+    return planes.movedim(0, -1).flatten(-2).contiguous().view(kind)
 
 
 class _Hashed:

@@ -53,11 +53,6 @@ class Verifier:
     head: HeadGeometry = field(default_factory=HeadGeometry)
 
     @property
-    def bytes_per_token(self) -> int:
-        """Size on disk of one token's four states in bfloat16."""
-        return 4 * self.hidden_size * 2
-
-    @property
     def default_layer_ids(self) -> tuple[int, ...]:
         return (2, self.num_layers // 2, self.num_layers - 3, self.num_layers - 1)
 
@@ -78,6 +73,7 @@ def read(model: str, trust_remote_code: bool = False) -> Verifier:
     missing = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if key not in text]
     if missing:
         text = _complete(model, trust_remote_code)
+    _check_rope(model, text, trust_remote_code)
     return Verifier(
         num_layers=text["num_hidden_layers"],
         hidden_size=text["hidden_size"],
@@ -229,6 +225,24 @@ def _complete(model: str, trust_remote_code: bool) -> Mapping[str, Any]:
     values: dict[str, Any] = text.to_dict()
     values.update({key: getattr(text, key) for key in ("num_hidden_layers", "hidden_size")})
     return values
+
+
+def _check_rope(model: str, text: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """Refuse a config.json whose rope_theta the installed transformers, and so vLLM, would not see.
+
+    transformers 5 writes it under rope_parameters; the classes of transformers 4 do not look there,
+    have a rope_theta of their own, and vLLM takes that one.
+    """
+    written = (text.get("rope_parameters") or {}).get("rope_theta")
+    if written is None or text.get("rope_theta") == written:
+        return
+    taken = getattr(text_config(model, trust_remote_code), "rope_theta", written)
+    if taken != written:
+        raise UserError(
+            f"--model {model}: config.json has rope_theta {written:g} under rope_parameters alone, "
+            f"where transformers 4 and its vLLM do not look: they would take {taken:g}; write it "
+            "beside them as rope_theta too"
+        )
 
 
 def _head_geometry(text: Mapping[str, Any]) -> HeadGeometry:

@@ -31,6 +31,7 @@ MEDIAN, WORST, FP8_MEDIAN = 0.03, 0.2, 0.05
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # What a vision wrapper puts before the names of its language model's weights.
 WRAPPED = "language_model."
+PACKED = ".weight_packed"
 # Beside the weights, transformers needs room for a row's states and logits.
 HEADROOM = 1.2
 
@@ -235,6 +236,11 @@ def _with_code(config: ResolvedConfig) -> Any:
     weights: dict[str, Tensor] = {}
     for file in sorted(Path(config.model).glob("*.safetensors")):
         weights |= load_file(file)
+    if packed := next((name for name in weights if name.endswith(PACKED)), None):
+        raise UserError(
+            f"--model {config.model}: {packed} is quantised, which transformers would not see; "
+            "--samples 0 checks without the verifier"
+        )
     if wrapped := {name for name in weights if name.startswith(WRAPPED)}:
         weights = {name.removeprefix(WRAPPED): weights[name] for name in wrapped}
     return known.from_pretrained(None, config=text, state_dict=weights, dtype="auto")

@@ -46,6 +46,10 @@ def fact(name: str) -> Holds:
     return lambda taken: name in taken["facts"]
 
 
+def serves(*architectures: str) -> Holds:
+    return lambda taken: set(architectures) <= set(taken["eagle3"])
+
+
 def asks(taken: Mapping[str, Any], pattern: str) -> bool:
     """Whether vLLM's wheel asks for such a transformers."""
     return re.search(pattern, taken["requires"]["transformers"]) is not None
@@ -55,6 +59,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 SCHEDULER_CONFIG = "vllm.config:SchedulerConfig"
 CACHE_CONFIG = "vllm.config:CacheConfig"
 GROUPS = "vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups"
+PLANNED = "vllm.v1.core.kv_cache_planning:get_kv_cache_config_from_groups"
 HASHING = "vllm.utils.hashing:get_hash_fn_by_name"
 LLAMA = "vllm.model_executor.models.llama:LlamaModel"
 # Each release that a patch's docstring names: what is so from it on, and not before.
@@ -68,6 +73,12 @@ CLAIMS: dict[tuple[str, str], Holds] = {
     ("extract/kv-cache-config", "0.12.0"): lacks(GROUPS, "kv_cache_specs"),
     ("extract/kv-cache-config", "0.20.0"): lacks(CACHE_CONFIG, "cpu_kvcache_space_bytes"),
     ("extract/kv-cache-layout", "0.29.0"): fact("the layout must be resolved"),
+    ("extract/kv-cache-layout", "0.33.0"): has(
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
+        "cp_kv_cache_interleave_size",
+        "set_kv_cache_layout",
+    ),
+    ("extract/kv-cache-planning", "0.33.0"): lambda taken: PLANNED in taken["symbols"],
     ("extract/reply-shape", "0.11.1"): fact("a single reply is no list"),
     ("extract/request", "0.17.0"): lacks("vllm.v1.request:Request", "eos_token_id"),
     ("extract/scheduler", "0.11.1"): has(SCHEDULER, r"\bblock_size[,)]"),
@@ -77,6 +88,8 @@ CLAIMS: dict[tuple[str, str], Holds] = {
     ("extract/single-reply", "0.11.1"): fact("a single reply is no list"),
     ("extract/torch-name", "0.19.1"): lambda taken: asks(taken, r"[!>]=5\."),
     ("extract/torch-name", "0.24.0"): lambda taken: asks(taken, r">=5\."),
+    ("serve/deepseek-eagle3", "0.18.0"): serves("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    ("serve/kimi-k25-eagle3", "0.18.0"): serves("KimiK25ForConditionalGeneration"),
     ("extract/warm-up", "0.27.0"): lambda taken: not fact("initialize_from_config warms up")(taken),
 }
 # Named for another reason: the release that speculators copied from, the last one before a change.
@@ -88,6 +101,8 @@ NAMED = {
     ("extract/preload", "0.19.0"),
     ("extract/single-reply", "0.11.0"),
     ("extract/warm-up", "0.26.0"),
+    ("serve/eagle3-config", "0.17.0"),
+    ("serve/eagle3-config", "0.18.0"),
 }
 
 
@@ -166,7 +181,11 @@ def test_the_capture_finds_what_it_reads(release: str) -> None:
         assert set(names.split()) <= {*members, *fields}, path
 
 
-def test_serving_names_verifiers_that_implement_eagle3() -> None:
+def test_serving_names_the_first_release_that_implements_eagle3_for_a_verifier() -> None:
+    """Or the one that no longer compares the model_type with a list."""
     for release, architectures in versions.table("serving.toml")["architectures"].items():
-        implemented = contract.snapshot("vllm", release)["eagle3"]
-        assert set(architectures) <= set(implemented), release
+        before = RELEASES[max(RELEASES.index(release) - 1, 0)]
+        assert set(architectures) <= set(contract.snapshot("vllm", release)["eagle3"]), release
+        if release not in ("0.11.0", "0.22.0"):
+            earlier = set(architectures) & set(contract.snapshot("vllm", before)["eagle3"])
+            assert not earlier, (release, earlier)

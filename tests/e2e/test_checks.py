@@ -173,6 +173,8 @@ def test_the_exported_head_is_sound_and_a_spoiled_one_is_not(cli: Command, run: 
     sound = cli("check-head", str(run / "head"))
     assert sound.returncode == 0, sound.stdout
     assert "0.22.1 is the first that serves EAGLE-3 on a CPU" in sound.stdout
+    asked = json.loads(cli("check-head", str(run / "head"), "--json").stdout)
+    assert asked["served_by"] == "0.11.0 is the first that serves LlamaForCausalLM with EAGLE-3"
     config = json.loads((run / "head" / "config.json").read_text())
     config["transformer_layer_config"]["rope_theta"] = 10000.0
     config["eagle_aux_hidden_state_layer_ids"] = [3, 5, 9]

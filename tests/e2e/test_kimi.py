@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.e2e.conftest import command, environment
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 ROWS = 12
+SERVED_CONFIG = Path(__file__).with_name("served_config.py")
 LAYER_IDS = (2, 4, 5, 7)
 # bf16 leaves a median of 1.5 % with experts; the layer before is 30 % and more away.
 MEDIAN, ANOTHER_LAYER = 0.02, 0.2
@@ -139,5 +141,23 @@ def test_the_head_is_sound_and_its_server_is_named(finished: tuple[Path, str]) -
     architectures = head.config["speculators_config"]["verifier"]["architectures"]
     assert architectures == ["KimiK25ForConditionalGeneration"]
     (problem,) = check_head.serving_problems(architectures, Version("0.16.0"), on_cpu=False)
-    assert problem.startswith("this is vLLM 0.16.0; 0.18.1 is the first that serves Kimi")
+    assert problem.startswith("this is vLLM 0.16.0; 0.18.0 is the first that serves Kimi")
     assert f"note: {problem}" in printed
+
+
+def test_vllm_takes_the_head_for_this_verifier_where_it_is_asked_to(
+    finished: tuple[Path, str], mini_kimi: Path
+) -> None:
+    """The configuration of a server; what the model gives out is in test_serve_patches.py."""
+    enabled = {"SPEC_COMPAT_ENABLE": "serve/kimi-k25-eagle3"}
+    done = subprocess.run(
+        [sys.executable, SERVED_CONFIG, mini_kimi, finished[0] / "head"],
+        env=environment() | kimi.ENVIRONMENT | enabled,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert "with: 2 graphs\nwithout: 1 graphs\n" in done.stdout, done.stderr
+    assert done.returncode == 1
+    assert "Eagle3 is only supported for ['llama', 'qwen'" in done.stderr

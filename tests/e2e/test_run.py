@@ -291,3 +291,27 @@ def test_a_crash_is_one_line_with_the_log(
     log = run / "logs" / "prepare.log"
     assert line.endswith(f"the log is {log}")
     assert "Traceback" in log.read_text()
+
+
+def test_states_in_small_shards_train_a_head_and_are_verified(
+    cli: Command, finished: Finished, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished[0], tmp_path / "copy")
+    small = ("--storage", "shards", "--storage-dtype", "fp8", "--storage-compression", "zstd")
+    extracted = cli("extract", "--output", str(run), *small)
+    assert extracted.returncode == 0, extracted.stderr
+    files = {file.suffix for file in (run / "gen" / "talks").iterdir()}
+    assert files == {".safetensors", ".index", ".json"}
+
+    done = cli("run-pipeline", "--output", str(run))
+    assert done.returncode == 0, done.stderr
+    before, after = manifest(finished[0])["stages"], manifest(run)["stages"]
+    assert after["extract"]["bytes"] < 0.6 * before["extract"]["bytes"]
+    assert after["map"]["outputs"] == before["map"]["outputs"]
+    for step in range(3):
+        name = f"loss_{step}"
+        there, here = (s["train"]["counts"]["validation"][name] for s in (before, after))
+        assert 0 < abs(here - there) < 0.01 * there
+
+    verified = cli("verify", str(run), "--samples", "4")
+    assert verified.returncode == 0, verified.stdout + verified.stderr

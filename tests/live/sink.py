@@ -41,6 +41,11 @@ def buffers(worker: Any) -> int:
     return int(worker._capture.sink.made)
 
 
+def remembered(worker: Any) -> int:
+    """Rows that the capture still knows."""
+    return len(worker._capture.prompts)
+
+
 def peak(worker: Any) -> int:
     """Most bytes that the worker has held so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -106,6 +111,7 @@ def main(model: str, root: Path) -> None:
         flat.run(many[:count], storage.Shards(), buffers=3)
         driver = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         found[f"peak after {count}"] = [*worker(peak), driver]
+    (found["remembered"],) = worker(remembered)
 
     rows = random_rows(120, 511)
     plain = extraction("rows")
@@ -115,8 +121,8 @@ def main(model: str, root: Path) -> None:
     found["digests"] = {file.name: file.sha256 for answer in answers for file in answer.written}
     found["differing"] = differing(generator, rows, steps, plain.directory)
 
-    for name, kind in (("shards", storage.Shards()), ("fp8", storage.Shards(fp8=True))):
-        _steps, answers = extraction(name).run(rows, kind)
+    for name, options in (("shards", {}), ("fp8", {"fp8": True}), ("zstd", {"compressed": True})):
+        _steps, answers = extraction(name).run(rows, storage.Shards(**options))
         found[name] = {file.name: file.rows for answer in answers for file in answer.written}
 
     worker(plant, args=("not_finite",))

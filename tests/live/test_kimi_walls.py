@@ -3,10 +3,14 @@
 The whole run is in tests/e2e/test_kimi.py.
 """
 
+import importlib
 import inspect
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ import torch
 import transformers
 
 import spec_compat
-from spec_compat.pipeline import targets
+from spec_compat.pipeline import targets, verify
 from tests import kimi
 from tests.conftest import Script
 
@@ -26,20 +30,47 @@ TRAINED = range(1000, 1064)
 
 
 @pytest.mark.parametrize(
-    ("disabled", "symptom"),
+    ("disabled", "enabled", "symptom"),
     [
-        ("extract/trust-remote-code", CODE),
+        ("extract/trust-remote-code", "", CODE),
         (
             "extract/capture,extract/executor",
+            "",
             "Model KimiK25ForConditionalGeneration does not support hidden state extraction",
+        ),
+        (
+            "extract/capture,extract/executor",
+            "serve",  # through that gate
+            "'KimiK25ForConditionalGeneration' object has no attribute 'model'",
         ),
     ],
 )
-def test_extraction_stops(disabled: str, symptom: str, generate: Script, mini_kimi: Path) -> None:
-    env = {"SPEC_COMPAT_DISABLE": disabled, **kimi.ENVIRONMENT}
+def test_extraction_stops(
+    disabled: str, enabled: str, symptom: str, generate: Script, mini_kimi: Path
+) -> None:
+    env = {"SPEC_COMPAT_DISABLE": disabled, "SPEC_COMPAT_ENABLE": enabled, **kimi.ENVIRONMENT}
     process = generate(mini_kimi, ROWS, layer_ids=[2, 4, 5, 7], max_model_len=64, env=env)
     assert process.returncode != 0
     assert symptom in process.stderr + process.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "patch_id"),
+    [
+        ("preprocessing", "AutoTokenizer", "prepare/trust-remote-code"),
+        ("vllm_hidden_states_generator", "AutoTokenizer", "extract/trust-remote-code"),
+        ("vllm_hidden_states_generator", "AutoConfig", "extract/trust-remote-code"),
+    ],
+)
+def test_every_load_of_speculators_asks_for_trust(
+    module: str, name: str, patch_id: str, mini_kimi: Path
+) -> None:
+    """It loads what it loads by the name alone."""
+    imported = importlib.import_module(f"speculators.data_generation.{module}")
+    spec_compat.require(patch_id)
+    with pytest.raises(ValueError, match=CODE):
+        getattr(transformers, name).from_pretrained(mini_kimi)
+    assert getattr(imported, name).from_pretrained(mini_kimi)
 
 
 def test_code_that_is_not_trusted_does_not_run(generate: Script, mini_kimi: Path) -> None:
@@ -49,19 +80,46 @@ def test_code_that_is_not_trusted_does_not_run(generate: Script, mini_kimi: Path
     assert CODE in process.stderr
 
 
-def test_masks_need_no_offsets_and_no_pattern(mini_kimi: Path, tmp_path: Path) -> None:
-    """The pattern has an empty block of reasoning in it, and no turn with reasoning matches."""
+@pytest.fixture
+def tokenizer(mini_kimi: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(mini_kimi, trust_remote_code=True)
+
+
+def test_masks_need_no_offsets(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from datasets import Dataset
     from speculators.data_generation import preprocessing
 
     spec_compat.require("prepare/loss-mask")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(mini_kimi, trust_remote_code=True)
-    assert "<think></think>" in preprocessing._detect_assistant_pattern(tokenizer)
     talks = kimi.write_conversations(tmp_path / "talks.jsonl", 4)
     rows = Dataset.from_list([json.loads(line) for line in talks.read_text("utf-8").splitlines()])
     build: Any = preprocessing.build_eagle3_dataset
-    assert len(build.__wrapped__(rows, tokenizer, num_proc=None)) == 0
+    with caplog.at_level("WARNING"):
+        assert len(build.__wrapped__(rows, tokenizer, num_proc=None)) == 0
+    assert "return_offset_mapping is not available when using Python tokenizers" in caplog.text
     assert len(build(rows, tokenizer, num_proc=None)) == 4
+
+
+def test_a_turn_with_reasoning_is_not_in_the_pattern(tokenizer: Any) -> None:
+    """It has the empty block of the turns without; a mask that is rendered has the reasoning."""
+    from datasets import Dataset
+    from speculators.data_generation import preprocessing
+
+    pattern = preprocessing._detect_assistant_pattern(tokenizer)
+    assert "<think></think>" in pattern
+    asked = {"role": "user", "content": "What is 2 + 2?"}
+    call = {"id": "f:0", "function": {"name": "f", "arguments": "{}"}}
+    for reasoning, matching in (("", 1), ("Two and two.", 0)):
+        turn = {"role": "assistant", "content": "Wait.", "reasoning_content": reasoning}
+        talk = [asked, {**turn, "tool_calls": [call]}]
+        text = tokenizer.apply_chat_template(talk, tokenize=False)
+        assert len(re.findall(pattern, text, re.DOTALL)) == matching, text
+    told = {"conversations": [asked, {**turn, "tool_calls": json.dumps([call])}]}
+    (row,) = preprocessing.build_eagle3_dataset(Dataset.from_list([told]), tokenizer, num_proc=None)
+    ids = row["input_ids"][row["loss_mask"] == 1]
+    said = tokenizer.decode(ids, spaces_between_special_tokens=False)
+    assert said.startswith("Two and two.</think>Wait.")
 
 
 @pytest.fixture
@@ -73,13 +131,13 @@ def core() -> Any:
     return core
 
 
-def head(verifier: Path) -> Any:
-    """A draft head for the verifier, as speculators makes it."""
+def head(verifier: Path, layer: Any = None) -> Any:
+    """A draft head for the verifier, as speculators makes it; of narrow layers by default."""
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
-    layer = transformers.LlamaConfig(
+    layer = layer or transformers.LlamaConfig(
         vocab_size=kimi.VOCABULARY, hidden_size=kimi.HIDDEN, intermediate_size=64,
         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
     )  # fmt: skip
@@ -102,36 +160,93 @@ def head(verifier: Path) -> Any:
 def test_the_trainer_stops_at_the_config_and_at_the_names(
     core: Any, mini_kimi: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Trusting(transformers.AutoConfig):  # type: ignore[misc]
-        @classmethod
-        def from_pretrained(cls, name: str) -> Any:
-            return transformers.AutoConfig.from_pretrained(name, trust_remote_code=True)
+    def loads(of: Callable[[Any], Any]) -> Any:
+        """AutoConfig, trusting, with what `of` makes of the wrapper's config."""
+        auto = transformers.AutoConfig
+        return SimpleNamespace(
+            from_pretrained=lambda name: of(auto.from_pretrained(name, trust_remote_code=True))
+        )
 
-    class Within(Trusting):
-        @classmethod
-        def from_pretrained(cls, name: str) -> Any:
-            return super().from_pretrained(name).text_config
+    def with_width(config: Any) -> Any:
+        config.hidden_size = config.text_config.hidden_size
+        return config
 
     plain = inspect.unwrap(core.Eagle3DraftModel._setup_embeddings_and_lm_heads)
+    load = core.load_model_layers.__wrapped__
     monkeypatch.setattr(core.Eagle3DraftModel, "_setup_embeddings_and_lm_heads", plain)
-    monkeypatch.setattr(core, "load_model_layers", core.load_model_layers.__wrapped__)
+    monkeypatch.setattr(core, "load_model_layers", load)
     walls = [
         (transformers.AutoConfig, ValueError, CODE),
-        (Trusting, AttributeError, "hidden_size"),
-        (Within, ValueError, "None of the requested tensor names were found in the index"),
+        (loads(lambda config: config), AttributeError, "hidden_size"),
+        (loads(with_width), AttributeError, "vocab_size"),
+        (
+            loads(lambda config: config.text_config),
+            ValueError,
+            "None of the requested tensor names were found in the index",
+        ),
     ]
     for config, error, message in walls:
         monkeypatch.setattr(core, "AutoConfig", config)
         with pytest.raises(error, match=message):
             head(mini_kimi)
+    # Silent: where the embeddings are found and the lm_head is not, they take its place.
+    embeddings = "language_model.model.embed_tokens.weight"
+    assert set(load([embeddings, "lm_head.weight"], str(mini_kimi))) == {embeddings}
 
 
-@pytest.mark.parametrize("int4", [False, True])
+def test_the_geometry_of_the_verifiers_attention_is_none_for_a_head(
+    core: Any, mini_kimi: Path, tmp_path: Path
+) -> None:
+    """transformers calls the rotary part of a key its width; what is asked for is what is made."""
+    from spec_compat.pipeline import check_head, plan, train
+    from spec_compat.pipeline.config import RunConfig
+
+    wrapper = transformers.AutoConfig.from_pretrained(mini_kimi, trust_remote_code=True)
+    theirs = transformers.DeepseekV3Config(**kimi.TEXT_CONFIG)
+    assert (theirs.head_dim, theirs.v_head_dim, theirs.qk_head_dim) == (16, 64, 64)
+    asked = {"draft_heads": 6, "draft_kv_heads": 2, "draft_head_dim": 32,
+             "draft_intermediate_size": 96}  # fmt: skip
+    data = [str(kimi.write_conversations(tmp_path / "talks.jsonl", 2))]
+    for given, expected in (({}, (4, 4, 64, 128)), (asked, tuple(asked.values()))):
+        config = plan.make(
+            RunConfig(
+                model=str(mini_kimi), data=data, output=tmp_path / "run", trust_remote_code=True,
+                draft_vocab_size=len(TRAINED), **given,
+            )
+        ).config  # fmt: skip
+        layer = train.layer_config(wrapper, config)
+        made = head(mini_kimi, layer)
+        assert expected == (
+            layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim,
+            layer.intermediate_size,
+        )  # fmt: skip
+        written = {
+            "transformer_layer_config": layer.to_dict(),
+            "draft_vocab_size": len(TRAINED),
+            "eagle_aux_hidden_state_layer_ids": [3, 5, 6],
+        }
+        shapes = check_head.expected_shapes(written)
+        there = {name: list(tensor.shape) for name, tensor in made.state_dict().items()}
+        assert shapes.items() <= there.items()
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kimi.make(tmp_path_factory.mktemp("models") / "int4", int4=True)
+
+
+def test_packed_experts_are_not_recomputed(int4: Path) -> None:
+    config: Any = SimpleNamespace(model=str(int4), trust_remote_code=True)
+    with pytest.raises(spec_compat.errors.UserError, match=r"weight_packed is quantised.*--sam"):
+        verify.Oracle(config)
+
+
+@pytest.mark.parametrize("packed", [False, True])
 def test_embeddings_norm_and_lm_head_are_found_under_the_wrapper(
-    int4: bool, core: Any, mini_kimi: Path, tmp_path: Path
+    packed: bool, core: Any, mini_kimi: Path, int4: Path
 ) -> None:
     """Also where the experts are packed to four bits: these three are not."""
-    model = kimi.make(tmp_path / "int4", int4=True) if int4 else mini_kimi
+    model = int4 if packed else mini_kimi
     text = kimi.language_model(mini_kimi, torch.float32)
     found = head(model)
     torch.testing.assert_close(found.embed_tokens.weight, text.model.embed_tokens.weight)

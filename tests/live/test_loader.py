@@ -29,7 +29,7 @@ def write(directory: Path, kind: storage.RowFiles) -> list[Path]:
         part = [tensor[begin : begin + length] for tensor in encoded]
         content[row] = list(range(length)), [i % 2 for i in range(length)], part
         begin += length
-    files = kind.files(list(range(len(LENGTHS))))
+    files = kind.files(dict(enumerate(LENGTHS)))
     for name, rows in files.items():
         kind.write(directory / name, {row: content[row] for row in rows})
     if kind.lists:
@@ -67,11 +67,12 @@ def test_batches_are_those_of_speculators_dataset(workers: int, files: list[Path
             assert torch.equal(mine[name], tensor), name
 
 
+@pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize(("fp8", "tolerance"), [(False, 0.0), (True, 0.04)])
 def test_shards_give_the_same_batches(
-    fp8: bool, tolerance: float, files: list[Path], tmp_path: Path
+    fp8: bool, tolerance: float, compressed: bool, files: list[Path], tmp_path: Path
 ) -> None:
-    sharded = write(tmp_path / "shards", storage.Shards(fp8))
+    sharded = write(tmp_path / "shards", storage.Shards(fp8, compressed))
     for mine, reference in zip(batches(sharded), batches(files), strict=True):
         for name, tensor in reference.items():
             if name in STATES:

@@ -43,12 +43,13 @@ def test_the_digests_are_those_of_the_files(found: Found) -> None:
         assert hashlib.sha256((root / "rows" / name).read_bytes()).hexdigest() == digest
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("shards", 0.0), ("fp8", 0.04)])
+@pytest.mark.parametrize(("kind", "tolerance"), [("shards", 0.0), ("zstd", 0.0), ("fp8", 0.04)])
 def test_shards_hold_the_same_rows(kind: str, tolerance: float, found: Found) -> None:
     there: dict[int, storage.Row] = {}
     for name, numbers in found[0][kind].items():
         shard = storage.shard_rows(found[1] / kind / name)
         assert sorted(shard) == sorted(numbers)
+        assert name == f"shard_{numbers[0]}.safetensors"
         there.update(shard)
     assert sorted(there) == list(range(len(ROWS)))
     for number, stored in there.items():
@@ -80,6 +81,10 @@ def test_a_slow_disk_makes_the_steps_wait(found: Found) -> None:
     """60 rows, 15 steps: two writers have 30 rows each."""
     assert found[0]["slow"]["buffers"] == [2]
     assert found[0]["slow"]["seconds"] > 60 / 8 * SLEEP
+
+
+def test_the_worker_forgets_rows_that_are_done(found: Found) -> None:
+    assert found[0]["remembered"] == 0
 
 
 def test_memory_is_flat_from_1000_to_10000_rows(found: Found) -> None:

@@ -24,7 +24,7 @@ SYMPTOMS = {
     "extract/executor": "State error: sample_tokens() must be called",
 }
 # Shown by verifiers that need them: in test_zoo.py, and in test_kimi_walls.py.
-ELSEWHERE = {"extract/layer-count", "extract/trust-remote-code"}
+ELSEWHERE = {"extract/layer-count", "extract/sliding-window", "extract/trust-remote-code"}
 
 
 @pytest.mark.parametrize(("disabled", "symptom"), SYMPTOMS.items())

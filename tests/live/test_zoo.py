@@ -9,18 +9,21 @@ import pytest
 import torch
 
 from tests.conftest import Script
-from tests.live.zoo import LAYER_IDS, ZOO, extract, rows
+from tests.live.zoo import LAYER_IDS, WINDOW, ZOO, extract, rows
 from tests.live.zoo_oracle import layer_errors
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
-CHOSEN = ("Cohere", "Gemma 3, multimodal", "Qwen3-VL", "Llama 4", "DeepSeek-V3")
+CHOSEN = (
+    "Cohere", "Gemma 3, multimodal", "Llama 4", "Mistral", "MiniCPM", "Nemotron NAS", "SmolLM3",
+)  # fmt: skip
+REFUSED = ("Gemma 3n", "Solar")
 
 
 @pytest.fixture(scope="module")
 def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("zoo")
-    members = [ZOO[family] for family in (*CHOSEN, "Gemma 3n")]
+    members = [ZOO[family] for family in (*CHOSEN, *REFUSED)]
     extract([member.build(directory / member.directory) for member in members])
     return directory
 
@@ -41,8 +44,9 @@ def test_states_of_a_family_equal_hugging_face(family: str, extracted: Path) -> 
         assert quiet or layer.ours.median_token < layer.next_layer / 4, layer
 
 
-def test_a_family_whose_layers_hold_no_one_stream_is_refused(extracted: Path) -> None:
-    member = ZOO["Gemma 3n"]
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_whose_layers_hold_no_one_stream_is_refused(family: str, extracted: Path) -> None:
+    member = ZOO[family]
     assert member.refusal
     assert member.refusal in (extracted / member.directory / "failure.txt").read_text()
     assert not (extracted / member.directory / "states.pt").exists()
@@ -63,6 +67,34 @@ def test_where_plain_speculators_stops(
     process = generate(model, rows(), layer_ids=LAYER_IDS, max_model_len=512, env=env)
     assert process.returncode != 0
     assert symptom in process.stderr + process.stdout
+
+
+def test_without_its_patch_a_window_of_all_layers_is_ignored(
+    extracted: Path, generate: Script, tmp_path: Path
+) -> None:
+    model = extracted / ZOO["Mistral"].directory
+    env = {"SPEC_COMPAT_DISABLE": "extract/sliding-window"}
+    process = generate(model, rows(), layer_ids=LAYER_IDS, max_model_len=512, env=env)
+    assert process.returncode == 0, process.stderr
+    right = torch.load(model / "states.pt", weights_only=True)["states"]
+    found = torch.load(process.states, weights_only=True)  # type: ignore[attr-defined]
+    for ours, theirs in zip(found, right, strict=True):
+        off = (ours[-1] - theirs[-1]).float().norm(dim=-1) / theirs[-1].float().norm(dim=-1)
+        assert (off[:WINDOW] < 0.05).all()
+        assert (off[2 * WINDOW :] > 0.5).all()
+
+
+def test_layers_may_be_in_a_module_called_layers() -> None:
+    """PLaMo's are, and its final norm is beside that module."""
+    from spec_compat.patches.extract._streams import Streams, find_decoder
+    from torch import nn
+
+    model, inner, holder = nn.Module(), nn.Module(), nn.Module()
+    model.model, inner.layers, inner.norm = inner, holder, nn.RMSNorm(4)
+    holder.layers = nn.ModuleList(nn.Identity() for _ in range(3))
+    path, _, layers = find_decoder(model, 3)
+    assert (path, layers) == ("Module.model.layers", holder.layers)
+    assert Streams(model, [1], 3).norm(torch.full((1, 4), 2.0)).tolist() == [[1.0] * 4]
 
 
 def test_a_vision_tower_is_not_taken_for_the_decoder(tmp_path: Path) -> None:

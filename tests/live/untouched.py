@@ -7,6 +7,7 @@ from typing import Any
 
 MODULES = (
     "vllm.config",
+    "vllm.config.speculative",
     "vllm.sampling_params",
     "vllm.v1.core.kv_cache_utils",
     "vllm.v1.core.sched.scheduler",
@@ -18,7 +19,10 @@ MODULES = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.gpu_input_batch",
     "vllm.v1.worker.gpu_model_runner",
+    "vllm.model_executor.models.deepseek_v2",
     "vllm.model_executor.models.interfaces",
+    "vllm.model_executor.models.kimi_k25",
+    "vllm.model_executor.models.kimi_vl",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.layers.layernorm",
 )

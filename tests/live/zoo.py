@@ -42,6 +42,8 @@ VISION = {
 class Member:
     """A family, how its model is built, and what is known about its layers.
 
+    `remote` is the config of a model type that comes with its own code: transformers has no such
+    class, `adapt` makes its weights of those of `built_as`, which is saved beside it as `oracle`.
     `tokens` are special tokens by the attribute names that the processor reads; `ids` are the
     config's token ids by the text of the token. `built_as` is the class of transformers where it is
     not named like vLLM's, `inside` names its part of the config, and of the weights; `refusal` is
@@ -59,6 +61,8 @@ class Member:
     tokenizer_class: str = "PreTrainedTokenizerFast"
     built_as: str = ""
     inside: str = ""
+    remote: dict[str, Any] = field(default_factory=dict)
+    adapt: Callable[[Any], dict[str, Any]] = lambda model: model.state_dict()
     path: str = "model"
     reading: str = "hidden + residual"
     experts: bool = False
@@ -95,19 +99,142 @@ class Member:
                     parameter.data *= 0.02
         if not self.processor:  # Gemma 3n would be saved under the names of its wrapper
             model._checkpoint_conversion_mapping = {}
-        prefix = f"{self.inside}." if self.inside else ""
-        weights = {prefix + name: tensor for name, tensor in model.bfloat16().state_dict().items()}
-        model.save_pretrained(path, state_dict=weights)
-        config.architectures, config.dtype = [self.architecture], "bfloat16"
-        config.save_pretrained(path)
-        (self.processor(tokenizer) if self.processor else tokenizer).save_pretrained(path)
+        model.bfloat16()
+        if self.remote:
+            self._write_remote(path, model)
+        else:
+            prefix = f"{self.inside}." if self.inside else ""
+            weights = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+            model.save_pretrained(path, state_dict=weights)
+            config.architectures, config.dtype = [self.architecture], "bfloat16"
+            config.save_pretrained(path)
+        processor = self.processor(tokenizer) if self.processor else tokenizer
+        processor.save_pretrained(path)
+        # One file for both; transformers writes one over the other.
+        names = ("feature_extractor", "image_processor")
+        parts = [part for part in (getattr(processor, name, None) for name in names) if part]
+        if len(parts) > 1:
+            together = {
+                k: v for part in parts for k, v in json.loads(part.to_json_string()).items()
+            }
+            (path / "preprocessor_config.json").write_text(json.dumps(together))
         return path
+
+    def _write_remote(self, path: Path, model: Any) -> None:
+        from safetensors.torch import save_file
+
+        weights = {name: tensor.contiguous() for name, tensor in self.adapt(model).items()}
+        model.save_pretrained(path / "oracle")
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
+        (path / "configuration.py").write_text(CONFIGURATION)
+        config = {
+            **self.remote,
+            "architectures": [self.architecture],
+            "auto_map": {"AutoConfig": "configuration.Config"},
+            "torch_dtype": "bfloat16",
+        }
+        (path / "config.json").write_text(json.dumps(config))
+
+
+CONFIGURATION = """\
+from transformers import AutoConfig, PretrainedConfig
+
+
+class Named(dict):
+    def __getattr__(self, name):
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+def named(value):
+    if isinstance(value, list):
+        return [named(item) for item in value]
+    return Named({k: named(v) for k, v in value.items()}) if isinstance(value, dict) else value
+
+
+class Config(PretrainedConfig):
+    def __init__(self, **options):
+        parts = {k: v for k, v in options.items() if k.endswith("_config") and isinstance(v, dict)}
+        rest = {k: named(v) for k, v in options.items() if k not in parts}
+        super().__init__(**rest)
+        for name, part in parts.items():
+            kind = part.pop("model_type", "")
+            part = AutoConfig.for_model(kind, **part) if kind else PretrainedConfig(**part)
+            setattr(self, name, part)
+"""
 
 
 def text(family: str, architecture: str, config_class: str, **options: Any) -> Member:
     """A family of text models; what is no field of Member goes into the config."""
     fields = {key: options.pop(key) for key in list(options) if key in Member.__annotations__}
     return Member(family, architecture, config_class, config={**TEXT, **options}, **fields)
+
+
+def coded(
+    family: str,
+    architecture: str,
+    remote: dict[str, Any],
+    config_class: str = "LlamaConfig",
+    config: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Member:
+    """A family of text models that comes with its own code."""
+    remote = {**TEXT, "hidden_act": "silu", "rms_norm_eps": 1e-6, **remote}
+    fields = {"built_as": "LlamaForCausalLM", **fields}
+    options = {**TEXT, **(config or {})}
+    return Member(family, architecture, config_class, config=options, remote=remote, **fields)
+
+
+def unequal_heads(model: Any) -> dict[str, Any]:
+    """Every second layer with half of the KV heads, each of which two heads of `model` share."""
+    weights: dict[str, Any] = model.state_dict()
+    for layer in model.model.layers[1::2]:
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            pairs = projection.weight.data.view(2, 2, 32, 128)
+            pairs[:, 1] = pairs[:, 0]
+    for layer in range(1, LAYERS, 2):
+        for name in (f"model.layers.{layer}.self_attn.{p}_proj.weight" for p in "kv"):
+            weights[name] = weights[name].view(2, 2, 32, 128)[:, 0].reshape(64, 128)
+    return weights
+
+
+def looped(model: Any) -> dict[str, Any]:
+    """With the norms after attention and MLP, and the gate, that Ouro has beside Llama's."""
+    import torch
+
+    weights: dict[str, Any] = model.state_dict()
+    for layer in range(LAYERS):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"model.layers.{layer}.{name}_2.weight"] = torch.ones(128).bfloat16()
+    weights["model.early_exit_gate.weight"] = torch.zeros(1, 128).bfloat16()
+    weights["model.early_exit_gate.bias"] = torch.zeros(1).bfloat16()
+    return weights
+
+
+def internvl_chat(model: Any) -> dict[str, Any]:
+    """Under the names of InternVL's own code, with a tower."""
+    import torch
+
+    wide, mixed = 64, 4 * 64  # four patches become one token
+    shapes = {
+        "embeddings.class_embedding": (1, 1, wide),
+        "embeddings.position_embedding": (1, (SIDE // PATCH) ** 2 + 1, wide),
+        "embeddings.patch_embedding.weight": (wide, 3, PATCH, PATCH),
+        "embeddings.patch_embedding.bias": (wide,),
+    }
+    for layer in (f"encoder.layers.{number}" for number in range(LAYERS)):
+        for name in ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "ls1", "ls2"):
+            shapes[f"{layer}.{name}"] = (wide,)
+        for name, rows in {"attn.qkv": 3 * wide, "attn.proj": wide, "mlp.fc1": wide}.items():
+            shapes |= {f"{layer}.{name}.weight": (rows, wide), f"{layer}.{name}.bias": (rows,)}
+        shapes |= {f"{layer}.mlp.fc2.weight": (wide, wide), f"{layer}.mlp.fc2.bias": (wide,)}
+    shapes = {f"vision_model.{name}": shape for name, shape in shapes.items()}
+    shapes |= {"mlp1.0.weight": (mixed,), "mlp1.0.bias": (mixed,)}
+    for name, width in (("mlp1.1", mixed), ("mlp1.3", 128)):
+        shapes |= {f"{name}.weight": (128, width), f"{name}.bias": (128,)}
+    tower = {name: 0.02 * torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    return tower | {f"language_model.{name}": one for name, one in model.state_dict().items()}
 
 
 def windows(every: int) -> dict[str, Any]:
@@ -164,7 +291,36 @@ GEMMA_3N = {
     "activation_sparsity_pattern": [0.0] * LAYERS,
 }
 
+GLM4_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 2,
+    "partial_rotary_factor": 0.5,
+}
+
 TEXT_MODELS = (
+    text("Llama 3", "LlamaForCausalLM", "LlamaConfig"),
+    text("Mistral", "MistralForCausalLM", "MistralConfig", sliding_window=WINDOW),
+    text("Qwen2", "Qwen2ForCausalLM", "Qwen2Config"),
+    text("Qwen3", "Qwen3ForCausalLM", "Qwen3Config"),
+    text("SmolLM3", "SmolLM3ForCausalLM", "SmolLM3Config", reading="hidden"),
+    text("GLM-4", "Glm4ForCausalLM", "Glm4Config", partial_rotary_factor=0.5),
+    text("GLM-4.5 MoE", "Glm4MoeForCausalLM", "Glm4MoeConfig", experts=True, **GLM4_MOE),
+    text(
+        "Phi-3.5 MoE",
+        "PhiMoEForCausalLM",
+        "PhimoeConfig",
+        built_as="PhimoeForCausalLM",
+        experts=True,
+        attention_bias=True,
+        lm_head_bias=True,
+        reading="hidden",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    text("StableLM", "StableLmForCausalLM", "StableLmConfig", reading="hidden"),
+    text("GPT-NeoX", "GPTNeoXForCausalLM", "GPTNeoXConfig", reading="hidden", path="gpt_neox"),
     text("Cohere", "CohereForCausalLM", "CohereConfig", reading="hidden", quiet=True, **TIED),
     text("Cohere 2", "Cohere2ForCausalLM", "Cohere2Config", reading="hidden", **TIED, **windows(4)),
     text(
@@ -193,6 +349,55 @@ TEXT_MODELS = (
         "Qwen2Config",
         built_as="Qwen2ForCausalLM",
         num_nextn_predict_layers=1,
+    ),
+    coded(
+        "MiniCPM",
+        "MiniCPMForCausalLM",
+        {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 32},
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 1.4 / LAYERS**0.5,
+            "attention_multiplier": 32**-0.5,
+        },
+        built_as="GraniteForCausalLM",
+        reading="hidden",
+    ),
+    coded(
+        "Nemotron NAS",
+        "DeciLMForCausalLM",
+        {
+            "model_type": "nemotron-nas",
+            "block_configs": [
+                {
+                    "attention": {"no_op": False, "n_heads_in_group": 1 + layer % 2},
+                    "ffn": {"no_op": False, "intermediate_size": 128},
+                }
+                for layer in range(LAYERS)
+            ],
+        },
+        config={"num_key_value_heads": 4},
+        adapt=unequal_heads,
+    ),
+    coded(
+        "Solar",
+        "SolarForCausalLM",
+        {
+            "model_type": "solar",
+            "bskcn_1": [1],
+            "bskcn_2": [2],
+            "bskcn_3": [5],
+            "bskcn_4": [6],
+            "bskcn_tv": [0.9, 0.8],
+        },
+        refusal="hidden states of SolarForCausalLM cannot be extracted: layer 5 is given",
+    ),
+    coded(
+        "Ouro",
+        "OuroForCausalLM",
+        {"model_type": "ouro", "total_ut_steps": 2, "max_window_layers": LAYERS},
+        refusal="OuroForCausalLM runs layer 2 twice in a step",
+        adapt=looped,
     ),
     text("Qwen3-MoE", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", experts=True, **EXPERTS),
     text(
@@ -299,6 +504,12 @@ def omni(tokenizer: Any) -> Any:
     images, videos = Qwen2VLImageProcessorFast(**shape), Qwen2VLVideoProcessor(**shape)
     sounds = WhisperFeatureExtractor(feature_size=128, chunk_length=2)
     return Qwen2_5OmniProcessor(images, videos, sounds, tokenizer)
+
+
+def whisper(tokenizer: Any) -> Any:
+    from transformers import WhisperFeatureExtractor, WhisperProcessor
+
+    return WhisperProcessor(WhisperFeatureExtractor(), tokenizer)
 
 
 def with_videos(name: str, images: str, videos: str) -> Callable[[Any], Any]:
@@ -428,6 +639,37 @@ MULTIMODAL_MODELS = (
             "video_token": "<video>",
         },
     ),
+    Member(
+        "InternVL, its own code",
+        "InternVLChatModel",
+        "Qwen2Config",
+        TEXT,
+        built_as="Qwen2ForCausalLM",
+        remote={
+            "model_type": "internvl_chat",
+            "llm_config": {**TEXT, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+            "vision_config": {
+                **VISION,
+                "qkv_bias": True,
+                "qk_normalization": False,
+                "hidden_act": "gelu",
+                "norm_type": "layer_norm",
+                "layer_norm_eps": 1e-6,
+                "initializer_factor": 1.0,
+            },
+            "force_image_size": SIDE,
+            "downsample_ratio": 0.5,
+            "ps_version": "v2",
+            "select_layer": -1,
+            "min_dynamic_patch": 1,
+            "max_dynamic_patch": 2,
+            "dynamic_image_size": True,
+            "use_thumbnail": False,
+        },
+        adapt=internvl_chat,
+        tokens={"context": "<IMG_CONTEXT>", "start": "<img>", "end": "</img>"},
+        path="language_model.model",
+    ),
     wrapped(
         "Qwen2.5-VL",
         "Qwen2_5_VLForConditionalGeneration",
@@ -498,6 +740,24 @@ MULTIMODAL_MODELS = (
             **{name.removesuffix("_id"): token for name, token in GLM_MARKS.items()},
         },
     ),
+    Member(
+        "Whisper",
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 128,
+            **{f"{part}_layers": LAYERS for part in ("encoder", "decoder")},
+            **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+            **{f"{part}_ffn_dim": 128 for part in ("encoder", "decoder")},
+            "max_target_positions": 512,
+            **{f"{name}_token_id": 1 for name in ("bos", "decoder_start", "pad")},
+            "eos_token_id": 2,
+        },
+        processor=whisper,
+        tokenizer_class="WhisperTokenizerFast",
+        refusal="hidden states of WhisperForConditionalGeneration cannot be extracted: its decoder",
+    ),
     wrapped(
         "Llama 4",
         "Llama4ForConditionalGeneration",
@@ -537,11 +797,15 @@ def rows() -> list[list[int]]:
     return [[draw.randrange(3, 512) for _ in range(length)] for length in LENGTHS]
 
 
-def extract(models: list[Path], python: str = sys.executable) -> None:
+def extract(models: list[Path], python: str = sys.executable, path: Path | None = None) -> None:
     """Extract the models' states with speculators' generator, in a process of its own.
 
-    What vLLM and the generator say is in `extract.log` beside the models.
+    Packages in `path` come before those of `python`. What vLLM and the generator say is in
+    `extract.log` beside the models.
     """
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_MLA_DISABLE": "1"}
+    if path:
+        env["PYTHONPATH"] = str(path)
     with tempfile.TemporaryDirectory() as directory:
         request = Path(directory) / "request.json"
         options = {"rows": rows(), "layer_ids": LAYER_IDS, "max_model_len": 512}
@@ -549,7 +813,7 @@ def extract(models: list[Path], python: str = sys.executable) -> None:
         with (models[0].parent / "extract.log").open("w") as log:
             subprocess.run(
                 [python, Path(__file__).with_name("extract.py"), request],
-                env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_MLA_DISABLE": "1"},
+                env=env,
                 stdout=log,
                 stderr=log,
                 check=True,

@@ -64,8 +64,9 @@ def layer_errors(
 
 def streams(path: Path, class_name: str, rows: Rows, dtype: torch.dtype) -> list[Layers]:
     """The stream after each decoder layer, for each row."""
+    beside = path / "oracle"
     model: Any = getattr(transformers, class_name).from_pretrained(
-        path, dtype=dtype, attn_implementation="eager"
+        beside if beside.exists() else path, dtype=dtype, attn_implementation="eager"
     )
     taken: Layers = []
     for layer in _decoder_layers(model.eval()):
@@ -74,18 +75,21 @@ def streams(path: Path, class_name: str, rows: Rows, dtype: torch.dtype) -> list
     with torch.inference_mode():
         for row in rows:
             taken.clear()
-            positions = torch.arange(len(row))[None]  # that of GLM-4V makes wrong ones of its own
-            model(input_ids=torch.tensor([row]), position_ids=positions, use_cache=False)
+            # GLM-4V makes wrong positions of its own, and without a mask stumbles over given ones.
+            positions = torch.arange(len(row))[None]
+            mask = torch.ones_like(positions)
+            ids = torch.tensor([row])
+            model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
             result.append([stream[0] for stream in taken])
     return result
 
 
 def _decoder_layers(model: Any) -> Any:
-    """The longest list of layers outside a vision tower."""
+    """The longest list of layers outside a tower."""
     lists = (
         module
         for name, module in model.named_modules()
-        if name.endswith("layers") and "vision" not in name and "visual" not in name
+        if name.endswith("layers") and not any(t in name for t in ("vision", "visual", "audio"))
     )
     return max(lists, key=len)
 

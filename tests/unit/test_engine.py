@@ -480,6 +480,36 @@ def test_a_name_that_exists_is_not_provided(world: World) -> None:
     assert got == ["its own", {"extract/run": "moved"}]
 
 
+def test_a_method_is_provided_and_taken_back(world: World) -> None:
+    text = """
+        @patch.provide("Generator.stop")
+        def stop(absent, module):
+            return lambda self: [absent, module.__name__]
+    """
+    world.patch("extract/run", replacing(text))
+    got = world.run(
+        ARM
+        + """
+seen = [gen.Generator().stop(), states()]
+spec_compat.undo()
+answer([*seen, hasattr(gen.Generator, "stop"), states()])
+"""
+    )
+    applied, undone = {"extract/run": "applied"}, {"extract/run": "undone"}
+    assert got == [[None, "speculators.gen"], applied, False, undone]
+
+
+@pytest.mark.parametrize("name", ["Generator.run", "Generator.inherited"])
+def test_a_method_that_exists_is_not_provided(world: World, name: str) -> None:
+    text = f"""
+        @patch.provide("{name}")
+        def method(absent, module):
+            return lambda self: "ours"
+    """
+    world.patch("extract/run", replacing(text))
+    assert world.run(ARM + "answer(states())") == {"extract/run": "moved"}
+
+
 def test_a_provided_name_that_is_overwritten_is_lost(world: World) -> None:
     world.patch("extract/run", PROVIDES)
     got = world.run(

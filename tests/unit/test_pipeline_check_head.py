@@ -176,17 +176,44 @@ def test_t2d_and_d2t_are_of_one_size() -> None:
         ("LlamaForCausalLM", "0.16.0", False, []),
         ("LlamaForCausalLM", "0.16.0", True, ["0.22.1 is the first that serves EAGLE-3 on a CPU"]),
         ("LlamaForCausalLM", "0.32.0", True, []),
-        ("KimiK25ForConditionalGeneration", "0.16.0", False, ["0.18.1 is the first"]),
-        ("KimiK25ForConditionalGeneration", "0.18.1", False, []),
+        ("KimiK25ForConditionalGeneration", "0.16.0", False, ["0.18.0 is the first"]),
+        ("KimiK25ForConditionalGeneration", "0.18.0", False, []),
+        ("DeepseekV3ForCausalLM", "0.17.1", False, ["ENABLE=serve teaches it to >=0.16,<0.18"]),
         ("MambaForCausalLM", "0.32.0", False, ["no vLLM is known"]),
+        ("KimiVLForConditionalGeneration", "0.32.0", False, ["no vLLM is known to serve KimiVL"]),
     ],
 )
 def test_the_release_that_can_serve_is_named(
-    architecture: str, release: str, on_cpu: bool, said: list[str]
+    architecture: str,
+    release: str,
+    on_cpu: bool,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("SPEC_COMPAT_ENABLE", raising=False)
     found = check_head.serving_problems([architecture], Version(release), on_cpu)
     assert len(found) == len(said)
     assert all(part in line for part, line in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("enabled", "architecture", "release", "served"),
+    [
+        ("serve", "KimiK25ForConditionalGeneration", "0.16.0", True),
+        ("serve", "KimiVLForConditionalGeneration", "0.17.1", True),
+        ("serve", "KimiK25ForConditionalGeneration", "0.15.1", False),
+        ("serve", "KimiVLForConditionalGeneration", "0.18.0", False),
+        ("serve", "MistralForCausalLM", "0.16.0", False),
+        ("serve/deepseek-eagle3", "DeepseekV3ForCausalLM", "0.16.0", True),
+        ("serve/kimi-vl-eagle3", "DeepseekV3ForCausalLM", "0.16.0", True),
+        ("serve/deepseek-eagle3", "KimiK25ForConditionalGeneration", "0.16.0", False),
+    ],
+)
+def test_a_release_serves_what_its_patch_teaches(
+    enabled: str, architecture: str, release: str, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPEC_COMPAT_ENABLE", enabled)
+    assert served == (not check_head.serving_problems([architecture], Version(release), False))
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import config, plan, verifier
+from spec_compat.pipeline import config, plan, verifier, zstd
 from tests.unit.pipeline_inputs import make_data, make_verifier
 
 
@@ -132,3 +132,25 @@ def test_datasets_of_one_name_get_different_directories() -> None:
     sources = ("/a/train.jsonl", "/b/train.jsonl", "sharegpt", "/c/my data.json")
     names = [dataset.name for dataset in plan.name_datasets(sources)]
     assert names == ["train", "train-2", "sharegpt", "my_data"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("storage_dtype", "fp8"), ("storage_compression", "zstd")]
+)
+def test_only_shards_are_small(option: str, value: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{value}: only shards hold it; add --storage shards"):
+        planned(tmp_path, **{option: value})
+
+
+def test_zstd_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zstd, "STANDARD", "compression.none")
+    monkeypatch.setattr(zstd, "PACKAGE", "zstandard_none")
+    with pytest.raises(UserError, match="pip install zstandard"):
+        planned(tmp_path, storage="shards", storage_compression="zstd")
+
+
+def test_the_bytes_of_a_token(tmp_path: Path) -> None:
+    hidden = planned(tmp_path / "a").verifier.hidden_size
+    assert planned(tmp_path / "a").bytes_per_token == 4 * hidden * 2
+    fp8 = planned(tmp_path / "a", storage="shards", storage_dtype="fp8")
+    assert fp8.bytes_per_token == 4 * (hidden + 4)

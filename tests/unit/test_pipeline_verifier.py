@@ -90,3 +90,17 @@ def test_a_head_that_vllm_would_not_serve(
 ) -> None:
     with pytest.raises(UserError, match=message):
         plan(tmp_path, **options)
+
+
+@pytest.mark.parametrize("theta", [{"rope_theta": 50000.0}, {}])
+def test_a_rope_theta_that_would_be_lost_is_refused(tmp_path: Path, theta: dict[str, Any]) -> None:
+    """Shown in tests/live/test_rope_parameters.py."""
+    import transformers
+
+    written = {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, **theta}
+    model = str(make_verifier(tmp_path, **PLAIN, **written))
+    if theta or transformers.__version__ >= "5":
+        assert verifier.read(model).num_layers == 8
+        return
+    with pytest.raises(UserError, match=r"rope_theta 50000 under rope_parameters .* take 10000; w"):
+        verifier.read(model)

@@ -196,6 +196,47 @@ def test_disabled_patches_do_not_apply(
 
 
 @pytest.mark.parametrize(
+    ("value", "applying"),
+    [
+        ("", ["train/any"]),
+        ("serve/a", ["serve/a", "train/any"]),
+        ("serve/b", ["serve/a", "serve/b", "train/any"]),
+        (" serve , ", ["serve/a", "serve/b", "serve/c", "train/any"]),
+    ],
+)
+def test_what_changes_vllm_applies_only_where_it_is_asked_for(
+    discover, monkeypatch: pytest.MonkeyPatch, value: str, applying: list[str]
+) -> None:
+    """With what it comes after."""
+    after = {"b": ("serve/a",), "c": ("serve/b",)}
+    files = {
+        f"serve/{n}.py": source(n, module="vllm.config", when={}, after=after.get(n, ()))
+        for n in "abc"
+    }
+    patches = discover({**files, "train/any.py": source("c", when={})})
+    monkeypatch.setattr(registry, "patches", lambda: patches)
+    monkeypatch.setenv("SPEC_COMPAT_ENABLE", value)
+    planned = registry.plan(environment())
+    assert sorted(item.patch.id for item in planned if item.applies) == applying
+    off = {item.reason for item in planned if not item.applies}
+    assert off <= {"off unless SPEC_COMPAT_ENABLE=serve"}
+    monkeypatch.setenv("SPEC_COMPAT_DISABLE", "serve/a")
+    assert "serve/a" not in {item.patch.id for item in registry.plan(environment()) if item.applies}
+
+
+@pytest.mark.parametrize("wrong", ["serve/c", "train/any", "train", "1"])
+def test_only_what_changes_vllm_can_be_asked_for(
+    discover, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    files = {"serve/a.py": source(module="vllm.config", when={}), "train/any.py": source("c")}
+    patches = discover(files)
+    monkeypatch.setattr(registry, "patches", lambda: patches)
+    monkeypatch.setenv("SPEC_COMPAT_ENABLE", wrong)
+    with pytest.raises(UnknownPatch, match=f"SPEC_COMPAT_ENABLE: .*'{wrong}'"):
+        registry.plan(environment())
+
+
+@pytest.mark.parametrize(
     ("unknown", "hint"),
     [
         ("train/anny", "did you mean train/any"),

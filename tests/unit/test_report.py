@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from spec_compat.report import Outcome, Report, append
+from spec_compat.report import Outcome, Report, append, role
 from tests.unit.world import RUN, World
 
 ENVIRONMENT = {"spec_compat": "0.1.0", "vllm": "0.16.0", "speculators": "0.3.0"}
@@ -191,3 +193,19 @@ def test_an_unknown_release_is_a_problem_not_a_guess(world: World) -> None:
     assert "vllm does not know its release" in world.stderr
     got = world.run(code, SPEC_COMPAT_ASSUME_VLLM="0.16.0")
     assert got == [{"extract/run": "applied"}, "patched original"]
+
+
+@pytest.mark.parametrize(
+    ("main", "expected"),
+    [
+        ("vllm.model_executor.models.registry", "model registry"),
+        ("vllm.entrypoints.cli.main", "driver"),
+        (None, "driver"),
+    ],
+)
+def test_a_process_that_looks_at_a_models_class_drives_nothing(
+    main: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = main and SimpleNamespace(name=main)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    assert role() == expected

@@ -126,7 +126,8 @@ class Lab:
 
         It is killed this many seconds after a stage has begun, or when it has written these files.
         """
-        groups, answer = run.with_name(run.name + ".groups"), run.with_name(run.name + ".answer")
+        # Not beside the run, whose disk may be full.
+        groups, answer = (self.directory / f"{run.name}.{part}" for part in ("groups", "answer"))
         groups.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
         pid = os.fork()

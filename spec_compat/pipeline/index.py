@@ -140,7 +140,7 @@ class Index:
         self._holders.update(dict.fromkeys(entry.rows, name))
 
     def _fault(self, name: str, known: Entry, thorough: bool) -> str:
-        there = atomic.Stamp.of(self.directory / name)
+        there = atomic.Stamp.of(f"{self.directory}/{name}")
         if there is None:
             return "the file is missing"
         if there.bytes != known.bytes:

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 import spec_compat
 from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic, fingerprints
-from spec_compat.pipeline.config import flag, options_of, stage_of
+from spec_compat.pipeline.config import RunConfig, flag, options_of, stage_of
 from spec_compat.pipeline.index import Index
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.plan import Plan
@@ -33,6 +33,11 @@ AFTER: Mapping[Stage, tuple[Stage, ...]] = {
     "train": ("extract", "map"),
     "export": ("train",),
 }
+# What an option was before there was one: a run that a release began goes on with the next.
+DEFAULTS = {
+    name: field.default for name, field in RunConfig.model_fields.items() if not field.is_required()
+}
+UNASKED = {flag(name): json.dumps(default) for name, default in DEFAULTS.items()}
 # Values of an input that are too long to be shown.
 LONG = 40
 
@@ -133,7 +138,7 @@ def differences(manifest: Manifest, plan: Plan) -> list[Difference]:
         if manifest.sources.get(name) != plan.sources.get(name)
     ]
     for name, new in plan.config.model_dump(mode="json").items():
-        stage, old = stage_of(name), manifest.options.get(name)
+        stage, old = stage_of(name), manifest.options.get(name, DEFAULTS.get(name))
         if name in BY_CONTENT:
             if found and old != new:
                 # The paths say more than the digests do.
@@ -178,7 +183,7 @@ def fault(manifest: Manifest, plan: Plan, layout: Layout, stage: Stage) -> str |
         return ""
     now = inputs(manifest, plan, stage)
     for name in dict.fromkeys((*now, *record.inputs)):
-        old, new = record.inputs.get(name), now.get(name)
+        old, new = record.inputs.get(name, UNASKED.get(name)), now.get(name)
         if old != new:
             short = old and new and max(len(old), len(new)) < LONG
             return f"{name} was {old}, is {new}" if short else f"{name} has changed"

@@ -6,11 +6,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 PROC, SHARED = Path("/proc"), Path("/dev/shm")  # noqa: S108
 # Names that Python, torch and NCCL give to what they share; anything else there is somebody's file.
@@ -44,14 +44,14 @@ def stopped_once() -> Iterator[None]:
 
 
 @contextmanager
-def hastened(group: int) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the processes of a group; KeyboardInterrupt is raised at the end."""
+def hastened(of: set[int]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the processes of groups; KeyboardInterrupt is raised at the end."""
     came = False
 
     def hasten() -> None:
         nonlocal came
         came = True
-        end(group)
+        end(of)
 
     before = _handle(hasten)
     try:
@@ -77,32 +77,58 @@ def _restore(handlers: Handlers) -> None:
         signal.signal(number, handler)
 
 
-def end(group: int) -> None:
-    """Kill a group, and give its shared memory back: nobody else would."""
-    held = shared_memory(group)
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+def end(of: set[int], held: Iterable[Path] = ()) -> None:
+    """Kill groups, and give back their shared memory and what they held: nobody else would."""
+    held = {*held, *shared_memory(of)}
+    for group in of:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
     for file in held:
         file.unlink(missing_ok=True)
 
 
-def members(group: int) -> Iterator[Path]:
-    """The living processes of a group, as their directories in /proc."""
+class Status(NamedTuple):
+    """A living process: its directory in /proc, its number, its parent's, and its group's."""
+
+    path: Path
+    pid: int
+    parent: int
+    group: int
+
+
+def living() -> Iterator[Status]:
     for process in PROC.glob("[0-9]*"):
         try:
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
+            state, parent, group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
             continue
-        if len(fields) > 2 and fields[0] != "Z" and fields[2] == str(group):
-            yield process
+        if state != "Z":
+            yield Status(process, int(process.name), int(parent), int(group))
 
 
-def shared_memory(group: int) -> set[Path]:
-    """What the processes of a group have mapped of /dev/shm, by the names of shared memory."""
+def groups(leader: int) -> set[int]:
+    """The group of a process and those of all that descend from it: torchrun's ranks lead others.
+
+    Those of a descendant whose parent is gone already are not among them.
+    """
+    every = list(living())
+    family = {leader}
+    while more := {p.pid for p in every if p.parent in family} - family:
+        family |= more
+    return {leader} | {p.group for p in every if p.pid in family}
+
+
+def members(of: set[int]) -> Iterator[Status]:
+    """The living processes of these groups."""
+    return (process for process in living() if process.group in of)
+
+
+def shared_memory(of: set[int]) -> set[Path]:
+    """What the processes of these groups have mapped of /dev/shm, by the names of shared memory."""
     found = set()
-    for process in members(group):
+    for process in members(of):
         try:
-            lines = (process / "maps").read_text().splitlines()
+            lines = (process.path / "maps").read_text().splitlines()
         except OSError:
             continue
         found |= {Path(line.split()[-1]) for line in lines if str(SHARED) in line}

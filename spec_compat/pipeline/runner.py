@@ -272,20 +272,23 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
     try:
         yield
     finally:
-        with processes.hastened(process.pid):
-            if process.poll() is None:
+        alone = process.poll() is not None
+        groups = {process.pid} if alone else processes.groups(process.pid)
+        held = processes.shared_memory(groups)
+        with processes.hastened(groups):
+            if not alone:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE_SECONDS)
             # Semaphores and shared memory are given back by a process that outlives the others.
-            _wait_for_group(process.pid, TRACKER_SECONDS)
-            processes.end(process.pid)
+            _wait_for(groups, TRACKER_SECONDS)
+            processes.end(groups, held)
             process.wait()
-            _wait_for_group(process.pid, TRACKER_SECONDS)
+            _wait_for(groups, TRACKER_SECONDS)
 
 
-def _wait_for_group(group: int, seconds: float) -> None:
+def _wait_for(groups: set[int], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while any(processes.members(group)) and time.monotonic() < deadline:
+    while any(processes.members(groups)) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +126,15 @@ class Lab:
 
         It is killed this many seconds after a stage has begun, or when it has written these files.
         """
-        groups, answer = run.with_name(run.name + ".groups"), run.with_name(run.name + ".answer")
+        # Not beside the run, whose disk may be full.
+        groups, answer = (self.directory / f"{run.name}.{part}" for part in ("groups", "answer"))
         groups.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
         pid = os.fork()
         if pid == 0:
             self._run(run, faults or Faults(run), groups, answer)
         if kill:
-            deadline = time.monotonic() + 120
-            while not groups.exists() and time.monotonic() < deadline:
+            while not groups.exists() and not answer.exists():
                 time.sleep(0.005)
             time.sleep(after)
             while len(list(run.glob("gen/*/*data_*"))) < files and not answer.exists():
@@ -179,6 +180,8 @@ class Lab:
 
 
 def strike(kill: str, runner_pid: int, groups: Path) -> None:
+    if not groups.exists():
+        return  # it has ended before its first stage
     try:
         if kill == "stage":
             os.killpg(int(groups.read_text().split()[-1]), signal.SIGKILL)
@@ -212,13 +215,14 @@ def results(run: Path) -> dict[str, str]:
 
 
 def content(file: Path) -> bytes:
-    """Bytes of a file, without the directory that the run is in."""
+    """Bytes of a file, without when, where and by which command it was made."""
     data = file.read_bytes()
     if file.name == "data_config.json":
         found = json.loads(data)
         for part in found.values():
             if isinstance(part, dict):
                 part.pop("cache_dir", None)
+                part.pop("command", None)
         found = {k: v for k, v in found.items() if k not in ("generated_at", "cache_dir")}
         data = json.dumps(found).encode()
     return data
@@ -258,13 +262,11 @@ def points(lab: Lab, shares: dict[Stage, int], seed: int) -> Iterator[dict[str, 
 
 def try_point(lab: Lab, point: dict[str, Any]) -> dict[str, Any]:
     run = lab.without(point["stage"], lab.directory / "killed")
-    if point["by"] == "operation":
-        faults = Faults(run, point["at"], lambda _: _strike_from_stage(point["kill"]))
-        code, _, error = lab.run(run, faults)
-    elif point["by"] == "time":
-        code, _, error = lab.run(run, kill=point["kill"], after=point["at"])
-    else:
-        code, _, error = lab.run(run, kill=point["kill"], files=point["at"])
+    code, error = _struck(lab, run, point)
+    while code == 0 and point["at"] > 1e-2:  # it had ended before
+        point["at"] = point["at"] // 2 if point["by"] != "time" else round(point["at"] / 2, 3)
+        run = lab.without(point["stage"], run)
+        code, error = _struck(lab, run, point)
     begun = time.monotonic()
     after, shown, resumed = lab.run(run)
     found = {**point, "code": code, "error": error, "seconds": round(time.monotonic() - begun, 1)}
@@ -277,7 +279,17 @@ def try_point(lab: Lab, point: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _strike_from_stage(kill: str) -> None:
+def _struck(lab: Lab, run: Path, point: dict[str, Any]) -> tuple[int, str]:
+    """The exit code and the error of a run that is killed at a point."""
+    kill, at, faults = point["kill"], point["at"], None
+    when = {"time": {"after": at}, "files": {"files": at}}.get(point["by"])
+    if when is None:
+        faults, kill, when = Faults(run, at, partial(_strike_from_stage, kill)), "", {}
+    code, _, error = lab.run(run, faults, kill, **when)
+    return code, error
+
+
+def _strike_from_stage(kill: str, operation: str) -> None:
     if kill in ("stage", "worker"):
         kill_group("")
     os.kill(os.getppid(), signal.SIGKILL if kill == "runner" else signal.SIGTERM)

@@ -59,6 +59,7 @@ class Run:
         marked = f"SPEC_COMPAT_REPORT_DIR={self.output}/".encode()
         every = [p for p in Path("/proc").glob("[0-9]*") if read(p / "maps")]
         self.groups |= {group(p) for p in every if marked in read(p / "environ")}
+        self.groups.discard(-1)
         return [p for p in every if group(p) in self.groups]
 
     def stage(self) -> Path:
@@ -71,7 +72,7 @@ class Run:
         return [p for p in others if b"resource_tracker" not in read(p / "cmdline")]
 
     def shared(self) -> set[Path]:
-        return processes.shared_memory(int(self.stage().name))
+        return processes.shared_memory(processes.groups(int(self.stage().name)))
 
 
 def group(process: Path) -> int:
@@ -97,8 +98,14 @@ def has_worker(run: Run) -> bool:
     return any(b"/psm_" in read(worker / "maps") for worker in run.workers())
 
 
+def ranks(run: Run) -> list[Path]:
+    """The processes that torchrun started; each leads a group."""
+    there = (p for p in run.processes() if group(p) == int(p.name))
+    return [p for p in there if b"torch.distributed.run" not in read(p / "cmdline")]
+
+
 def has_ranks(run: Run) -> bool:
-    return len(run.workers()) == 2
+    return len(ranks(run)) == 2
 
 
 def has_trained(run: Run) -> bool:
@@ -142,7 +149,7 @@ def kill_worker(process: subprocess.Popen[str], run: Run) -> str:
 
 
 def kill_rank(process: subprocess.Popen[str], run: Run) -> str:
-    os.kill(int(run.workers()[0].name), signal.SIGKILL)
+    os.kill(int(ranks(run)[0].name), signal.SIGKILL)
     return failed(process, "a rank was ", run)
 
 

@@ -255,6 +255,20 @@ def test_a_change_redoes_what_depends_on_it_and_says_why(
         assert reason in str(found[stage])  # type: ignore[index]
 
 
+def test_an_option_that_is_new_in_a_release_leaves_a_run_as_it_is(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "_altered_rows", lambda *_: None)
+    begun, layout = all_done(root), Layout(root / "run")
+    del begun.options["storage"], begun.stages["extract"].inputs["--storage"]
+    manifest.refuse_another_run(begun, planned(root), None)
+    assert manifest.fault(begun, planned(root), layout, "extract") is None
+    other = planned(root, storage="shards")
+    with pytest.raises(UserError, match="--storage is rows, not shards"):
+        manifest.refuse_another_run(begun, other, None)
+    assert "--storage was" in str(manifest.fault(begun, other, layout, "extract"))
+
+
 def test_a_moved_model_is_named_anew_in_the_head_alone(root: Path) -> None:
     begun = all_done(root)
     moved = (root / "model").rename(root / "moved")

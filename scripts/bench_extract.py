@@ -210,7 +210,7 @@ def joined(given: argparse.Namespace, model: Path, dummy: bool) -> dict[str, Run
     names = given.case.split("+")
     runs = {"raw": raw(given, model, dummy)} if "raw" in names else {}
     if ours := [name for name in names if name != "raw"]:
-        generator = _generator(given, model, dummy, given.length)
+        generator = _patched_generator(given, model, dummy, given.length)
         runs |= {case: _extractor(given, generator, case) for case in ours}
     return runs
 
@@ -233,7 +233,8 @@ def raw(given: argparse.Namespace, model: Path, dummy: bool) -> Run:
 
 def memory(given: argparse.Namespace, model: Path, dummy: bool) -> None:
     """Short rows, whose number grows; each file is removed as soon as it is reported."""
-    run = _extractor(given, _generator(given, model, dummy, MEMORY_LENGTH), given.case)
+    generator = _patched_generator(given, model, dummy, MEMORY_LENGTH)
+    run = _extractor(given, generator, given.case)
     draw = random.Random(0)  # noqa: S311
     run([[5] * MEMORY_LENGTH] * (2 * TOKENS // MEMORY_LENGTH))
     measure.record(what="after the warm-up", rows=2 * TOKENS // MEMORY_LENGTH)
@@ -340,6 +341,14 @@ def _engine(given: argparse.Namespace, model: Path, dummy: bool, **more: Any) ->
     )
 
 
+def _patched_generator(*arguments: Any) -> Any:
+    import spec_compat
+
+    generator = _generator(*arguments)
+    spec_compat.require(stage="extract", scope="driver")
+    return generator
+
+
 def _generator(given: argparse.Namespace, model: Path, dummy: bool, length: int) -> Any:
     from speculators.data_generation import vllm_hidden_states_generator as module
 
@@ -356,11 +365,9 @@ def _generator(given: argparse.Namespace, model: Path, dummy: bool, length: int)
 
 
 def _extractor(given: argparse.Namespace, generator: Any, case: str) -> Run:
-    import spec_compat
     from spec_compat.pipeline import storage
     from spec_compat.pipeline.prefill import Prefill, Step, pack
 
-    spec_compat.require(stage="extract", scope="driver")
     kinds = {
         "shards": storage.Shards(),
         "fp8": storage.Shards(fp8=True),

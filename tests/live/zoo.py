@@ -108,6 +108,11 @@ class Member:
             model.save_pretrained(path, state_dict=weights)
             config.architectures, config.dtype = [self.architecture], "bfloat16"
             config.save_pretrained(path)
+            named = {
+                **json.loads((path / "config.json").read_text()),
+                "architectures": [self.architecture],
+            }
+            (path / "config.json").write_text(json.dumps(named))  # Qwen2.5-VL's name goes astray
         processor = self.processor(tokenizer) if self.processor else tokenizer
         processor.save_pretrained(path)
         # One file for both; transformers writes one over the other.

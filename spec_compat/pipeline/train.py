@@ -173,7 +173,7 @@ def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
         hidden_act="silu",  # whatever the verifier's is: vLLM's Llama layer knows no other
         max_position_embeddings=text.max_position_embeddings,
         initializer_range=text.initializer_range,
-        rms_norm_eps=text.rms_norm_eps,
+        rms_norm_eps=getattr(text, "rms_norm_eps", None) or text.layer_norm_eps,
         rope_theta=theta or 10000.0,
         rope_scaling=scaling,
         tie_word_embeddings=False,

@@ -11,7 +11,18 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
 
 import spec_compat
 from spec_compat.errors import UserError
@@ -67,13 +78,40 @@ def tiny_gemma(tmp_path: Path) -> Path:
     return tmp_path / "gemma"
 
 
+@pytest.fixture
+def tiny_granite(tmp_path: Path) -> Path:
+    return small(tmp_path, GraniteForCausalLM, GraniteConfig, logits_scaling=8.0)
+
+
+@pytest.fixture
+def tiny_gemma2(tmp_path: Path) -> Path:
+    return small(tmp_path, Gemma2ForCausalLM, Gemma2Config, final_logit_softcapping=0.5)
+
+
+@pytest.fixture
+def tiny_cohere2(tmp_path: Path) -> Path:
+    return small(tmp_path, Cohere2ForCausalLM, Cohere2Config, logit_scale=0.25)
+
+
+def small(directory: Path, model_class: Any, config_class: Any, **options: Any) -> Path:
+    """A verifier of a family that does something to its logits."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}
+    config = config_class(**sizes, **heads, num_hidden_layers=3, pad_token_id=0, **options)
+    model_class(config).save_pretrained(directory / "verifier")
+    return directory / "verifier"
+
+
 def test_the_patches_are_in_place(draft_head: Any) -> None:
     from speculators.train import checkpointer, data, trainer  # noqa: F401
 
     spec_compat.require(stage="train")
 
 
-@pytest.mark.parametrize("name", ["tiny_llama", "tiny_gemma"])
+@pytest.mark.parametrize(
+    "name", ["tiny_llama", "tiny_gemma", "tiny_gemma2", "tiny_granite", "tiny_cohere2"]
+)
 def test_targets_are_the_verifiers_own_logits(name: str, request: pytest.FixtureRequest) -> None:
     """Of the last captured state, which is taken before the final norm."""
     from spec_compat.pipeline import targets

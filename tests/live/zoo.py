@@ -523,7 +523,12 @@ def with_videos(name: str, images: str, videos: str) -> Callable[[Any], Any]:
     def build(tokenizer: Any) -> Any:
         import transformers
 
-        shape = {"patch_size": PATCH, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+        pixels = {"min_pixels": 256, "max_pixels": 4096}  # vLLM 0.12 reads these, not the size
+        shape = {
+            "patch_size": PATCH,
+            "size": {"shortest_edge": 256, "longest_edge": 4096},
+            **pixels,
+        }
         parts = (getattr(transformers, part)(**shape) for part in (images, videos))
         image_processor, video_processor = parts
         return getattr(transformers, name)(image_processor, tokenizer, video_processor)

@@ -20,7 +20,7 @@ serving: ## build .venv-serve, whose vLLM serves heads on a CPU (Python 3.11 or 
 test: lint ## run lint and the whole test suite, live tests included
 	-@$(PYTHON) scripts/bootstrap.py serve
 	@$(PYTEST) tests/unit tests/contract # in processes without torch and vllm
-	@$(PYTEST) tests/live tests/e2e
+	@$(PYTEST) tests/live tests/e2e tests/faults
 
 matrix: setup ## run every pair of releases and keep what was seen in support.toml
 	@$(BIN)/python scripts/matrix.py

@@ -1,10 +1,14 @@
 """Extracts through the sink, in every way that a test asks about, and prints what came of it."""
 
+import ctypes
 import errno
+import gc
 import json
 import random
+import re
 import resource
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -47,8 +51,23 @@ def remembered(worker: Any) -> int:
 
 
 def peak(worker: Any) -> int:
-    """Most bytes that the worker has held so far."""
+    """Most bytes that the worker has held so far, with what its allocator keeps for later."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def held(worker: Any) -> tuple[int, int]:
+    """Bytes that the worker has from malloc and has not given back, and Python's own blocks."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype = ctypes.c_void_p
+    with tempfile.NamedTemporaryFile("r") as told:
+        stream = ctypes.c_void_p(libc.fopen(told.name.encode(), b"w"))
+        libc.malloc_info(0, stream)
+        libc.fclose(stream)
+        total = told.read().rpartition("</heap>")[2]
+    sizes = dict(re.findall(r'<\w+ type="(\w+)" (?:count="\d+" )?size="(\d+)"', total))
+    free = int(sizes["fast"]) + int(sizes["rest"])
+    return int(sizes["current"]) - free + int(sizes["mmap"]), sys.getallocatedblocks()
 
 
 class Extraction:
@@ -111,6 +130,7 @@ def main(model: str, root: Path) -> None:
         flat.run(many[:count], storage.Shards(), buffers=3)
         driver = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         found[f"peak after {count}"] = [*worker(peak), driver]
+        (found[f"held after {count}"],) = worker(held)
     (found["remembered"],) = worker(remembered)
 
     rows = random_rows(120, 511)

@@ -42,8 +42,8 @@ LENGTHS = {
 }
 # Relative error: bf16 in the kernels of vLLM 0.12 is 3.1 % off, a neighbouring layer 40 % and more.
 TOLERANCE = 0.04
-# What speculators asks for beside what vLLM brings; it generates without deepspeed. vLLM 0.11 imports
-# soundfile, which since 0.14 comes without its library.
+# What speculators asks for beside what vLLM brings; it generates without deepspeed. soundfile,
+# which vLLM 0.11 imports, comes without its library since 0.14.
 ASKED = ("accelerate", "click", "datasets", "loguru", "pydantic-settings", "soundfile<0.14", ".")
 SECONDS = 1200
 # "nobind" crashes vLLM 0.20; a list of cores is understood by all.

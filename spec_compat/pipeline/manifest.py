@@ -131,21 +131,27 @@ def find(output: Path) -> Manifest | None:
 
 
 def differences(manifest: Manifest, plan: Plan) -> list[Difference]:
-    """Where the plan would give other results than the run, in the order of the stages."""
-    found = [
-        Difference(name, "prepare", manifest.sources.get(name), plan.sources.get(name))
-        for name in dict.fromkeys((*manifest.sources, *plan.sources))
-        if manifest.sources.get(name) != plan.sources.get(name)
-    ]
+    """Where the command asks for other results than the run has, in the order of the stages.
+
+    Other content under the same path is no other run: the stages that read it are done again.
+    """
+    found = []
     for name, new in plan.config.model_dump(mode="json").items():
         stage, old = stage_of(name), manifest.options.get(name, DEFAULTS.get(name))
         if name in BY_CONTENT:
-            if found and old != new:
-                # The paths say more than the digests do.
-                found.insert(0, Difference(name, "prepare", old, new))
-        elif stage is not None and old != new:
+            stage = (
+                "prepare"
+                if _content(manifest.sources, name) != _content(plan.sources, name)
+                else None
+            )
+        if stage is not None and old != new:
             found.append(Difference(name, stage, old, new))
     return sorted(found, key=lambda difference: STAGES.index(difference.stage))
+
+
+def _content(sources: Mapping[str, str], name: str) -> dict[str, str]:
+    """The digests of the model, or of all data."""
+    return {source: digest for source, digest in sources.items() if source.split()[0] == name}
 
 
 def refuse_another_run(manifest: Manifest, plan: Plan, first: Stage | None) -> None:
@@ -241,10 +247,6 @@ def locked(layout: Layout) -> Iterator[int]:
 
 def _describe(difference: Difference) -> str:
     option, _, old, new = difference
-    if option == "model":
-        return f"--model is {old}, not {new}" if "/" in str(old) else "--model has other weights"
-    if option.startswith("data "):
-        return f"--data {option.removeprefix('data ')} has other content"
     return f"{flag(option)} is {_written(old)}, not {_written(new)}"
 
 

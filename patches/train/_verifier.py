@@ -25,7 +25,11 @@ def text_config(auto: Any, verifier: str) -> Any:
             if known := getattr(transformers, name, None):
                 return known.config_class.from_dict(text)
     config = auto.from_pretrained(verifier, trust_remote_code=trusts_remote_code())
-    return config.get_text_config()
+    found = config.get_text_config()
+    if not hasattr(found, "rms_norm_eps"):
+        # 0.4 makes a norm with it before it is given the verifier's own.
+        found.rms_norm_eps = getattr(found, "layer_norm_eps", 1e-5)
+    return found
 
 
 def named(wanted: str, names: Iterable[str]) -> str | None:

@@ -38,6 +38,8 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,  # its group is what a terminal sends Ctrl-C to
+            # A job that a shell has put into the background ignores it, and so would this one.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
     def begin_until(

@@ -20,6 +20,8 @@ READ_ONLY = ["unshare", "-m", "sh", "-c", 'mount --bind -o ro "$0" "$0" && exec 
 SOMEBODY = 65534
 
 
+# A bare container has neither these rights nor mounts of its own; no other way gives a test files
+# that belong to somebody else, or a place that root cannot write.
 def works(*command: str | Path) -> bool:
     try:
         return not subprocess.run(command, capture_output=True, check=False).returncode

@@ -337,6 +337,19 @@ def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: str) -> Non
         manifest.find(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "new", [{"schema_version": 2, "sources": []}, {"options": {"not_yet_thought_of": 1}}]
+)
+def test_a_manifest_of_a_newer_release_is_refused_by_that_release(
+    new: dict[str, Any], tmp_path: Path
+) -> None:
+    content = {"schema_version": 1, "spec_compat": "9.9", "options": {}, **new}
+    content["checksum"] = manifest.digest_of(content)
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"written by spec-compat 9\.9, which .* cannot read"):
+        manifest.find(tmp_path)
+
+
 def test_a_directory_with_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match="not empty, and not the directory of a run"):
@@ -395,6 +408,23 @@ def test_a_stage_is_cleared_without_touching_the_others(tmp_path: Path) -> None:
     assert not layout.metrics.exists()
     assert layout.gen.exists()
     assert layout.head.exists()
+
+
+@pytest.mark.parametrize("stage", ["extract", "map", "train", "export"])
+def test_what_was_put_on_another_disk_stays_there(stage: Stage, tmp_path: Path) -> None:
+    layout = Layout(tmp_path / "run")
+    place, elsewhere = layout.outputs(stage)[0], tmp_path / "elsewhere"
+    (elsewhere / "d").mkdir(parents=True)
+    (elsewhere / "file").touch()
+    place.parent.mkdir()
+    place.symlink_to(elsewhere)
+    layout.clear(stage)
+    assert place.is_symlink()
+    assert not list(elsewhere.iterdir())
+    with atomic.replacing_directory(place) as directory:
+        (directory / "new").touch()
+    assert place.is_symlink()
+    assert [file.name for file in elsewhere.iterdir()] == ["new"]
 
 
 def test_the_manifest_is_json_for_others(root: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic, config, fingerprints, manifest, plan
+from spec_compat.pipeline.index import Index
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest, StageRecord
 from tests.unit.pipeline_inputs import TURNS, make_data, make_verifier
@@ -145,6 +146,12 @@ def test_what_is_done_is_not_done_again(root: Path) -> None:
     assert manifest.fault(begun, made, layout, "extract") == ""
     os.utime(layout.prepared("d") / "data.arrow")
     assert manifest.fault(begun, made, layout, "prepare") is None
+
+
+def test_what_was_begun_and_not_finished_is_gone_on_with(root: Path) -> None:
+    begun, made, layout = finished(root)
+    begun.stages["prepare"].finished = None
+    assert manifest.fault(begun, made, layout, "prepare") == ""
 
 
 @pytest.mark.parametrize(
@@ -319,6 +326,19 @@ def test_an_altered_or_missing_file_is_named(root: Path) -> None:
     )
     file.unlink()
     assert manifest.fault(begun, made, layout, "prepare") == "prepared/d/data.arrow is missing"
+
+
+def test_rows_that_the_index_has_lost_are_missed(root: Path) -> None:
+    made, layout = planned(root), Layout(root / "run")
+    layout.rows("d").mkdir(parents=True)
+    index = Index(layout.rows("d"))
+    file = layout.rows("d") / "data_0.pt"
+    file.write_text("states")
+    index.add(file.name, atomic.sha256(file), {0: 3})
+    assert manifest._altered_rows(made, layout, 1) is None
+    assert manifest._altered_rows(made, layout, 2) == "1 of 2 rows are in the index"
+    file.write_text("STATES!")
+    assert manifest._altered_rows(made, layout, 1) == "gen/d/data_0.pt: it has 7 bytes, not 6"
 
 
 def test_the_code_of_a_patch_counts_and_its_words_do_not(tmp_path: Path) -> None:

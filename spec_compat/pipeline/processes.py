@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -142,8 +143,46 @@ def members(of: set[int]) -> Iterator[Status]:
 
 def shared_memory(of: set[int]) -> set[Path]:
     """What the processes of these groups have mapped of /dev/shm, by the names of shared memory."""
+    return _mapped(members(of))
+
+
+def note(file: Path, of: set[int]) -> None:
+    """Write down what the processes of these groups share, for when they are all killed at once."""
+    there = {}
+    for shared in shared_memory(of):
+        with suppress(FileNotFoundError):
+            there[shared.name] = shared.stat().st_ino
+    with suppress(OSError):  # as on a full disk: it is for a case that may never come
+        file.write_text(json.dumps(there))
+
+
+def give_back(file: Path) -> int:
+    """Remove what was noted, is still the same file of ours, and no living process has mapped.
+
+    Returns the bytes of it. What is in use stays noted.
+    """
+    try:
+        noted = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return 0  # none, or one that a kill has cut off
+    in_use, size, left = _mapped(living()), 0, {}
+    for name, number in noted.items():
+        shared = SHARED / Path(name).name
+        there = shared.stat() if shared.is_file() and any(map(shared.match, NAMES)) else None
+        if there is None or (there.st_ino, there.st_uid) != (number, os.getuid()):
+            continue
+        if shared in in_use:
+            left[name] = number
+            continue
+        size += there.st_size
+        shared.unlink(missing_ok=True)
+    file.write_text(json.dumps(left)) if left else file.unlink()
+    return size
+
+
+def _mapped(by: Iterable[Status]) -> set[Path]:
     found = set()
-    for process in members(of):
+    for process in by:
         try:
             lines = (process.path / "maps").read_text().splitlines()
         except OSError:

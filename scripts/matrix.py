@@ -79,11 +79,13 @@ class Cell:
     def run(self, *words: object, **env: str) -> subprocess.CompletedProcess[str]:
         """Run this pair's Python with these arguments; its exit status is 124 when it hangs."""
         command = [str(self.python), *map(str, words)]
+        elsewhere = self.target.parent  # python -m would import from a checkout that it stands in
         variables = {**os.environ, **SETTINGS, "PYTHONPATH": str(self.target), **env}
         try:
             return subprocess.run(
-                command, env=variables, capture_output=True, text=True, timeout=SECONDS, check=False
-            )
+                command, cwd=elsewhere, env=variables, capture_output=True, text=True,
+                timeout=SECONDS, check=False,
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             return subprocess.CompletedProcess(command, 124, "", f"TimeoutError: {SECONDS} s")
 
@@ -318,6 +320,7 @@ def main() -> None:
     )
     asked = parser.parse_args()
     asked.scratch.mkdir(parents=True, exist_ok=True)
+    asked.scratch = asked.scratch.resolve()
     made = oracles(asked.scratch)
     failed = 0
     for vllm in asked.vllm:

@@ -21,6 +21,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 # What decides, beside the weights and config.json, what a verifier computes.
 CODE = ("configuration_*.py", "modeling_*.py", "*quant*_config.json")
 READERS = 8
+INDEX = "model.safetensors.index.json"
 # vLLM multiplies the context by the factor of every other kind of RoPE scaling.
 UNSCALED_ROPE = ("su", "longrope", "llama3")
 # Where a model names classes of its own, in files beside it.
@@ -198,6 +199,22 @@ def fingerprint(model: str, of: Mapping[str, Weights]) -> str:
     return digest.hexdigest()
 
 
+def weight_bytes(model: str) -> int:
+    """Size of the model's weights, as its index has them; 0 where that is not known yet.
+
+    Beside its shards a model may have the same weights once more (consolidated.safetensors).
+    """
+    whole = Path(model).expanduser()
+    index = _file(model, INDEX)
+    if index is None:
+        return sum(file.stat().st_size for file in whole.glob("*.safetensors"))
+    content = _read_json(index)
+    shards = [index.parent / name for name in set(content.get("weight_map", {}).values())]
+    if all(shard.is_file() for shard in shards):
+        return sum(shard.stat().st_size for shard in shards)
+    return int(content.get("metadata", {}).get("total_size", 0))
+
+
 def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
     """Four different layers in ascending order, as the worker returns them by depth."""
     written = ",".join(map(str, layer_ids))
@@ -263,7 +280,7 @@ def _file(model: str, name: str) -> Path | None:
 
 def _check_files(directory: Path, trust_remote_code: bool) -> None:
     """Refuse a local directory that speculators would fail on later."""
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     shards = {"model.safetensors"}
     if index.is_file():
         shards = set(_read_json(index).get("weight_map", {}).values())

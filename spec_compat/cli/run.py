@@ -10,8 +10,9 @@ from rich.console import Console
 
 from spec_compat import versions
 from spec_compat.errors import UserError
-from spec_compat.pipeline import check_head, config, display, gpus, manifest, runner
+from spec_compat.pipeline import check_head, config, display, manifest, runner
 from spec_compat.pipeline import plan as plans
+from spec_compat.pipeline import verifier as verifiers
 from spec_compat.pipeline.display import Display, closing_tables, size
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.plan import Plan
@@ -86,7 +87,7 @@ def _print_plan(console: Console, plan: Plan, stages: tuple[Stage, ...]) -> None
         f"{', '.join(verifier.architectures)}: {verifier.num_layers} layers, hidden size "
         f"{verifier.hidden_size}, {verifier.vocab_size:,} tokens",
     )
-    if weights := gpus.weight_bytes(options.model):
+    if weights := verifiers.weight_bytes(options.model):
         each = size(weights // options.tensor_parallel_size)
         line("", f"{size(weights)} of weights, {each} for each of its workers")
     for dataset in plan.datasets:

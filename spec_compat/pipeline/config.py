@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -187,6 +188,18 @@ class RunConfig(BaseModel):
     def _check_max_disk(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"\d+(\.\d+)? ?[kKMGT]?B?", value):
             raise ValueError("a size, as 500GB")
+        return value
+
+    @field_validator("server_url")
+    @classmethod
+    def _check_server_url(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            whole = False
+        if not whole:
+            raise ValueError("an address, as http://localhost:8000")
         return value
 
     @field_validator("layer_ids", mode="before")

@@ -18,8 +18,9 @@ from spec_compat.pipeline import atomic
 Progress = Callable[[int, int], None]
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+INDEX = "model.safetensors.index.json"
 # What decides, beside the weights and config.json, what a verifier computes.
-CODE = ("configuration_*.py", "modeling_*.py", "*quant*_config.json")
+CODE = ("configuration_*.py", "modeling_*.py", "*quant*_config.json", INDEX)
 READERS = 8
 # vLLM multiplies the context by the factor of every other kind of RoPE scaling.
 UNSCALED_ROPE = ("su", "longrope", "llama3")
@@ -175,7 +176,7 @@ def weights(
     place = directory(model)
     if commit(place):
         return {}
-    files = sorted(place.glob("*.safetensors"))
+    files = _weight_files(place)
     found = {f.name: known[f.name] for f in files if f.name in known and known[f.name].is_of(f)}
     unread = [file for file in files if file.name not in found]
     with ThreadPoolExecutor(READERS) as readers:
@@ -183,6 +184,13 @@ def weights(
             found[unread[done].name] = now
             progress(done + 1, len(unread))
     return found
+
+
+def _weight_files(place: Path) -> list[Path]:
+    """Those that the index names, where there is one: the same weights may lie there once more."""
+    index = place / INDEX
+    named = _read_json(index).get("weight_map", {}).values() if index.is_file() else ()
+    return sorted(place / name for name in set(named)) or sorted(place.glob("*.safetensors"))
 
 
 def fingerprint(model: str, of: Mapping[str, Weights]) -> str:
@@ -196,6 +204,22 @@ def fingerprint(model: str, of: Mapping[str, Weights]) -> str:
     for name in sorted(of):
         digest.update(f"{name} {of[name].sha256}\n".encode())
     return digest.hexdigest()
+
+
+def weight_bytes(model: str) -> int:
+    """Size of the model's weights, as its index has them; 0 where that is not known yet.
+
+    Beside its shards a model may have the same weights once more (consolidated.safetensors).
+    """
+    whole = Path(model).expanduser()
+    index = _file(model, INDEX)
+    if index is None:
+        return sum(file.stat().st_size for file in whole.glob("*.safetensors"))
+    content = _read_json(index)
+    shards = [index.parent / name for name in set(content.get("weight_map", {}).values())]
+    if all(shard.is_file() for shard in shards):
+        return sum(shard.stat().st_size for shard in shards)
+    return int(content.get("metadata", {}).get("total_size", 0))
 
 
 def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
@@ -263,7 +287,7 @@ def _file(model: str, name: str) -> Path | None:
 
 def _check_files(directory: Path, trust_remote_code: bool) -> None:
     """Refuse a local directory that speculators would fail on later."""
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     shards = {"model.safetensors"}
     if index.is_file():
         shards = set(_read_json(index).get("weight_map", {}).values())

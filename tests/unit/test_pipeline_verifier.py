@@ -65,6 +65,33 @@ def test_code_of_the_language_model_needs_trust(tmp_path: Path) -> None:
         verifier.read(str(make_verifier(tmp_path, text_config=text)))
 
 
+def indexed(directory: Path, **metadata: int) -> Path:
+    """Two shards of 3 and 4 bytes, and the same weights once more."""
+    model = make_verifier(directory)
+    files = {"model-1.safetensors": 3, "model-2.safetensors": 4, "consolidated.safetensors": 7}
+    for name, size in files.items():
+        (model / name).write_bytes(b"w" * size)
+    (model / "model.safetensors").unlink()
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    content = {"metadata": metadata, "weight_map": weight_map}
+    (model / verifier.INDEX).write_text(json.dumps(content))
+    return model
+
+
+def test_weights_that_are_there_twice_are_weighed_once(tmp_path: Path) -> None:
+    assert verifier.weight_bytes(str(indexed(tmp_path, total_size=5))) == 7
+    assert verifier.weight_bytes(str(make_verifier(tmp_path / "plain"))) == len(b"weights")
+
+
+def test_weights_of_the_hub_are_weighed_before_they_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = indexed(tmp_path, total_size=594_000)
+    (there / "model-2.safetensors").unlink()
+    monkeypatch.setattr(verifier, "_file", lambda model, name: there / name)
+    assert verifier.weight_bytes("moonshotai/Kimi-K2.5") == 594_000
+
+
 def plan(tmp_path: Path, **options: Any) -> plans.Plan:
     model, data = kimi(tmp_path / "model"), make_data(tmp_path / "data.jsonl")
     given = {"model": str(model), "data": [str(data)], "output": tmp_path / "run", **options}
@@ -146,6 +173,13 @@ def test_weights_that_stayed_are_read_once_and_elsewhere_they_are_the_same(
     assert identity(copy, known) == before
     monkeypatch.setattr(verifier.Weights, "of", lambda file: pytest.fail(f"{file} is read"))
     assert identity(model, known) == before
+
+
+def test_weights_that_lie_there_once_more_are_not_read(tmp_path: Path) -> None:
+    model = make_verifier(tmp_path / "model")
+    (model / "consolidated.safetensors").write_text("the same, in another form")
+    (model / verifier.INDEX).write_text('{"weight_map": {"a": "model.safetensors"}}')
+    assert verifier.weights(str(model), {}).keys() == {"model.safetensors"}
 
 
 @pytest.mark.parametrize("name", ["modeling_x.py", "hf_quant_config.json", "more.safetensors"])

@@ -20,6 +20,10 @@ NAMES = ("psm_*", "sem.mp-*", "torch_*", "nccl-*")
 
 # SIGHUP is what is left of a terminal or an ssh connection that has gone.
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WHY = {
+    signal.SIGKILL: "by hand or because memory ran out",
+    signal.SIGBUS: f"as where {SHARED} is full or a mapped file was cut",
+}
 Handlers = dict[signal.Signals, Any]
 
 
@@ -194,7 +198,7 @@ def _mapped(by: Iterable[Status]) -> set[Path]:
 def killed(number: int) -> str:
     """How a process ended that a signal ended."""
     cause = f"killed by {signal.Signals(number).name}"
-    return f"{cause}, by hand or because memory ran out" if number == signal.SIGKILL else cause
+    return f"{cause}, {WHY[number]}" if number in WHY else cause
 
 
 class Children:

@@ -75,6 +75,7 @@ WORKER = "(Worker pid=7) ERROR 11-30 10:09:28 [multiproc_executor.py:783] "
         ("ValueError: x", "", 1, "ValueError: x"),
         ("", "", 1, "ended with exit code 1"),
         ("", "", -15, "killed by SIGTERM"),
+        ("", "", -7, "killed by SIGBUS, as where /dev/shm is full"),
         ("", "Signal 9 (SIGKILL) received by PID 7\n", 1, "a rank was killed by SIGKILL, by hand"),
         (
             "Exception: failed in a background process. See stack trace for root cause.",

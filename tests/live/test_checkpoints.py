@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import spec_compat  # noqa: F401
+import speculators.train.trainer  # noqa: F401  the patch comes with it
 from spec_compat.patches.train import whole_checkpoints
 from spec_compat.pipeline import checkpoints, disk
 from spec_compat.pipeline.events import Events

@@ -38,7 +38,7 @@ def test_300_rows_equal_transformers(
         assert faults == []
         assert found["models"]["tiny-llama"]["rows"] == 300
         if Version(found["transformers"]) >= Version("5"):
-            assert matrix.head(cell, models[0].parent)["length"] > 1.5
+            assert matrix.head(cell, models[0].parent)["loss_0"] < 0.006  # of 0.05
 
 
 def test_a_run_that_is_wrong_does_not_pass() -> None:

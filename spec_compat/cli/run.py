@@ -10,7 +10,7 @@ from rich.console import Console
 
 from spec_compat import versions
 from spec_compat.errors import UserError
-from spec_compat.pipeline import check_head, config, manifest, runner
+from spec_compat.pipeline import check_head, config, display, manifest, runner
 from spec_compat.pipeline import plan as plans
 from spec_compat.pipeline import verifier as verifiers
 from spec_compat.pipeline.display import Display, closing_tables, size
@@ -31,7 +31,8 @@ def pipeline(
     found = support().check(versions.detect())
     for problem in found.problems:
         raise UserError(problem)
-    (options, weights), console = _options(flags, file), Console()
+    options, weights = _options(flags, file)
+    console = Console() if dry_run else display.console()
     with console.status("checking the verifier and the data"):
         plan = plans.make(options, weights)
     for warning in found.warnings:
@@ -42,8 +43,8 @@ def pipeline(
             manifest.refuse_another_run(earlier, plan, begin)
         _print_plan(console, plan, runner.selected(begin, end))
         return
-    with Display(console) as display:
-        finished = runner.run(plan, display, begin, end)
+    with Display(console) as shown:
+        finished = runner.run(plan, shown, begin, end)
     for table in closing_tables(finished):
         console.print(table)
     if "export" in runner.selected(begin, end):

@@ -26,6 +26,11 @@ class Layout:
         return self.root / ".lock"
 
     @property
+    def shared(self) -> Path:
+        """What the processes of a stage share in memory, while they do."""
+        return self.root / ".shared"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

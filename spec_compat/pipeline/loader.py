@@ -210,9 +210,9 @@ class Batches:
         except (OSError, RuntimeError) as error:
             # Its semaphores lie in the shared memory too; for them it only says that it is full.
             full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-            if not (full or self._lost.poll() or "Bus error" in str(error)):
+            if not (full or self._lost.poll() or "shared memory" in str(error)):
                 raise
-            cause = self._lost.recv() if self._lost.poll() else str(error).splitlines()[0]
+            cause = self._lost.recv() if self._lost.poll() else str(error).strip().splitlines()[-1]
             raise UserError(
                 f"a batch could not be handed to the trainer ({cause}): make space in {SHARED} and "
                 f"{tempfile.gettempdir()}, or pass --num-workers 0"

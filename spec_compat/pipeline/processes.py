@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,10 @@ NAMES = ("psm_*", "sem.mp-*", "torch_*", "nccl-*")
 
 # SIGHUP is what is left of a terminal or an ssh connection that has gone.
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WHY = {
+    signal.SIGKILL: "by hand or because memory ran out",
+    signal.SIGBUS: f"as where {SHARED} is full or a mapped file was cut",
+}
 Handlers = dict[signal.Signals, Any]
 
 
@@ -142,8 +147,46 @@ def members(of: set[int]) -> Iterator[Status]:
 
 def shared_memory(of: set[int]) -> set[Path]:
     """What the processes of these groups have mapped of /dev/shm, by the names of shared memory."""
+    return _mapped(members(of))
+
+
+def note(file: Path, of: set[int]) -> None:
+    """Write down what the processes of these groups share, for when they are all killed at once."""
+    there = {}
+    for shared in shared_memory(of):
+        with suppress(FileNotFoundError):
+            there[shared.name] = shared.stat().st_ino
+    with suppress(OSError):  # as on a full disk: it is for a case that may never come
+        file.write_text(json.dumps(there))
+
+
+def give_back(file: Path) -> int:
+    """Remove what was noted, is still the same file of ours, and no living process has mapped.
+
+    Returns the bytes of it. What is in use stays noted.
+    """
+    try:
+        noted = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return 0  # none, or one that a kill has cut off
+    in_use, size, left = _mapped(living()), 0, {}
+    for name, number in noted.items():
+        shared = SHARED / Path(name).name
+        there = shared.stat() if shared.is_file() and any(map(shared.match, NAMES)) else None
+        if there is None or (there.st_ino, there.st_uid) != (number, os.getuid()):
+            continue
+        if shared in in_use:
+            left[name] = number
+            continue
+        size += there.st_size
+        shared.unlink(missing_ok=True)
+    file.write_text(json.dumps(left)) if left else file.unlink()
+    return size
+
+
+def _mapped(by: Iterable[Status]) -> set[Path]:
     found = set()
-    for process in members(of):
+    for process in by:
         try:
             lines = (process.path / "maps").read_text().splitlines()
         except OSError:
@@ -155,7 +198,7 @@ def shared_memory(of: set[int]) -> set[Path]:
 def killed(number: int) -> str:
     """How a process ended that a signal ended."""
     cause = f"killed by {signal.Signals(number).name}"
-    return f"{cause}, by hand or because memory ran out" if number == signal.SIGKILL else cause
+    return f"{cause}, {WHY[number]}" if number in WHY else cause
 
 
 class Children:

@@ -85,6 +85,7 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
         validation_loader,
     )
     if rank == 0:
+        checkpoints.note_other_ranks(layout.checkpoints, first_epoch, world_size, job.events)
         pause = config.on_full_disk == "pause"
         checkpoints.wait_for_space(trainer, layout.root, pause, job.events)
         logging.getLogger("speculators.metrics").addHandler(metrics)
@@ -108,7 +109,7 @@ def split(job: Job, world_size: int) -> tuple[Rows, Rows]:
     if len(rows) < 2 * world_size:
         raise UserError(
             f"{len(rows)} rows are too few: {world_size} to train on and {world_size} to validate "
-            "with are the least"
+            "with are the least; give more --data"
         )
     random.Random(job.config.seed).shuffle(rows)  # noqa: S311
     kept = round(len(rows) * job.config.val_ratio)

@@ -18,10 +18,10 @@ from spec_compat.pipeline import atomic
 Progress = Callable[[int, int], None]
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-# What decides, beside the weights and config.json, what a verifier computes.
-CODE = ("configuration_*.py", "modeling_*.py", "*quant*_config.json")
-READERS = 8
 INDEX = "model.safetensors.index.json"
+# What decides, beside the weights and config.json, what a verifier computes.
+CODE = ("configuration_*.py", "modeling_*.py", "*quant*_config.json", INDEX)
+READERS = 8
 # vLLM multiplies the context by the factor of every other kind of RoPE scaling.
 UNSCALED_ROPE = ("su", "longrope", "llama3")
 # Where a model names classes of its own, in files beside it.
@@ -176,7 +176,7 @@ def weights(
     place = directory(model)
     if commit(place):
         return {}
-    files = sorted(place.glob("*.safetensors"))
+    files = _weight_files(place)
     found = {f.name: known[f.name] for f in files if f.name in known and known[f.name].is_of(f)}
     unread = [file for file in files if file.name not in found]
     with ThreadPoolExecutor(READERS) as readers:
@@ -184,6 +184,13 @@ def weights(
             found[unread[done].name] = now
             progress(done + 1, len(unread))
     return found
+
+
+def _weight_files(place: Path) -> list[Path]:
+    """Those that the index names, where there is one: the same weights may lie there once more."""
+    index = place / INDEX
+    named = _read_json(index).get("weight_map", {}).values() if index.is_file() else ()
+    return sorted(place / name for name in set(named)) or sorted(place.glob("*.safetensors"))
 
 
 def fingerprint(model: str, of: Mapping[str, Weights]) -> str:

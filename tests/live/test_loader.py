@@ -86,6 +86,19 @@ def test_a_batch_that_cannot_be_handed_over_ends_it_in_one_line(
     assert "\n" not in str(it.value)
 
 
+def test_where_there_is_no_shared_memory_it_says_so(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch says it in a /dev/shm of 100 kB."""
+
+    def share_memory_(tensor: torch.Tensor) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: Success (0)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", share_memory_)
+    with pytest.raises(UserError, match=r"\(RuntimeError: unable to .*make space in /dev/shm and"):
+        batches(files, 1)
+
+
 def test_a_file_beside_a_shard_is_not_read_for_a_row_of_it(tmp_path: Path) -> None:
     """A `data_{i}.pt` of somebody else, or of a run in another storage."""
     files = write(tmp_path / "shards", storage.Shards())

@@ -175,6 +175,13 @@ def test_weights_that_stayed_are_read_once_and_elsewhere_they_are_the_same(
     assert identity(model, known) == before
 
 
+def test_weights_that_lie_there_once_more_are_not_read(tmp_path: Path) -> None:
+    model = make_verifier(tmp_path / "model")
+    (model / "consolidated.safetensors").write_text("the same, in another form")
+    (model / verifier.INDEX).write_text('{"weight_map": {"a": "model.safetensors"}}')
+    assert verifier.weights(str(model), {}).keys() == {"model.safetensors"}
+
+
 @pytest.mark.parametrize("name", ["modeling_x.py", "hf_quant_config.json", "more.safetensors"])
 def test_other_code_is_another_model(name: str, tmp_path: Path) -> None:
     model = make_verifier(tmp_path / "model")

@@ -31,6 +31,7 @@ TRAINED = ("train-speculators", "train-rows", "train-fp8")
 TTT_STEPS = 3
 DRAFT_VOCAB_SIZE = 32_000
 LAYERS = 4
+NOISE = 0.05
 STEP = 8192  # tokens of rows that are written together
 
 
@@ -216,13 +217,11 @@ def write_rows(given: argparse.Namespace, directory: Path) -> tuple[list[Path], 
 
 
 def ours(given: argparse.Namespace, files: list[Path]) -> Any:
-    from speculators.train.noise_transforms import AddUniformNoise
-
     from spec_compat.pipeline.loader import Rows, loader
 
     job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=given.workers, seed=0))
     rows = Rows(files, [given.length] * len(files))
-    return loader(job, rows, given.batch_tokens, 1, 0, AddUniformNoise(0.05))
+    return loader(job, rows, given.batch_tokens, 1, 0, NOISE)
 
 
 def speculators_loader(given: argparse.Namespace, files: list[Path]) -> Any:
@@ -234,7 +233,7 @@ def speculators_loader(given: argparse.Namespace, files: list[Path]) -> Any:
     from torch.utils.data import DataLoader
 
     dataset = Eagle3SampleFileDataset(
-        given.batch_tokens, file_list=[str(f) for f in files], transform=AddUniformNoise(0.05)
+        given.batch_tokens, file_list=[str(f) for f in files], transform=AddUniformNoise(NOISE)
     )
     return DataLoader(
         dataset,

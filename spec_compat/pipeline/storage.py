@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -242,9 +243,12 @@ def _compressed(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 def _whole(frame: Tensor, dtype: str, tokens: int) -> Tensor:
     """States [tokens, hidden] of this frame."""
     kind = next(torch_dtype for torch_dtype, name in DTYPES.items() if name == dtype)
-    planes = torch.frombuffer(zstd.decompress(frame.numpy()), dtype=torch.uint8)
-    planes = planes.view(kind.itemsize, tokens, -1)
-    return planes.movedim(0, -1).flatten(-2).contiguous().view(kind)
+    planes = np.frombuffer(zstd.decompress(frame.numpy()), np.uint8)
+    planes = planes.reshape(kind.itemsize, tokens, -1)
+    whole = np.empty((*planes.shape[1:], kind.itemsize), np.uint8)
+    for place, plane in enumerate(planes):
+        whole[..., place] = plane
+    return torch.from_numpy(whole).flatten(-2).view(kind)
 
 
 class _Hashed:

@@ -29,11 +29,11 @@ def compress(parts: Iterable[Any]) -> bytearray:
     return frame
 
 
-def decompress(frame: Any) -> bytearray:
+def decompress(frame: Any) -> bytes:
     module = import_module(_name() or PACKAGE)
     if module.__name__ == PACKAGE:
-        return bytearray(module.ZstdDecompressor().decompressobj().decompress(frame))
-    return bytearray(module.decompress(frame))
+        return bytes(module.ZstdDecompressor().decompressobj().decompress(frame))
+    return bytes(module.decompress(frame))
 
 
 def _name() -> str | None:

@@ -47,7 +47,7 @@ def options(parser: argparse.ArgumentParser, cases: tuple[str, ...]) -> argparse
     parser.add_argument("--limit", type=float, default=600, help="seconds a case may take")
     parser.add_argument("--within", type=float, help="start no case after this many seconds")
     parsed = parser.parse_args()
-    unknown = set(parsed.cases.replace("+", ",").split(",")) - set(cases)
+    unknown = _names(parsed.cases) - _names(",".join(cases))
     if unknown:
         parser.error(f"--cases: no case is called {', '.join(sorted(unknown))}")
     return parsed
@@ -104,6 +104,10 @@ def table(records: list[Record], columns: tuple[str, ...]) -> None:
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in [list(columns), ["-" * width for width in widths], *rows]:
         print("| " + " | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)) + " |")
+
+
+def _names(cases: str) -> set[str]:
+    return {*cases.replace("+", ",").split(",")}
 
 
 def machine() -> str:

@@ -233,7 +233,7 @@ def _compressed(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
             continue
         dtype = DTYPES[tensor.dtype]
         planes = tensor.view(torch.uint8).unflatten(-1, (-1, tensor.itemsize)).unbind(-1)
-        frame = zstd.compress(plane.contiguous().numpy() for plane in planes)
+        frame = zstd.compress((plane.contiguous().numpy() for plane in planes), tensor.nbytes)
         found[name] = torch.frombuffer(frame, dtype=torch.uint8)
     # What is aligned to eight bytes comes first, frames have any length.
     ordered = sorted(found.items(), key=lambda item: item[1].dtype == torch.uint8)

@@ -153,12 +153,14 @@ def load(file: Path) -> Row:
     """The row of this `data_{i}.pt`, mapped into memory; from a shard where it is in one.
 
     A row is input_ids and loss_mask int64 [s], hidden_states: tensors [s, hidden] by depth, and
-    with fp8 scales: tensors float32 [s]. Raises OSError when it is nowhere.
+    with fp8 scales: tensors float32 [s]. Raises OSError when it is nowhere, and
+    SafetensorError when its shard is cut.
     """
     if file.is_file():
         row: Row = torch.load(file, mmap=True, weights_only=True)
         return row
-    return _from_shard(_opened(holder(file)), str(_number(file)))
+    shard = holder(file)
+    return _from_shard(_open(shard, shard.stat().st_mtime_ns), str(_number(file)))
 
 
 def holder(file: Path) -> Path:
@@ -188,17 +190,6 @@ def index(directory: Path) -> dict[str, str]:
         return {}
     rows: dict[str, str] = json.loads(file.read_text("utf-8"))["rows"]
     return rows
-
-
-def shard_rows(file: Path) -> dict[int, Row]:
-    """The rows of a shard, by number. Raises OSError or ValueError when it is not whole."""
-    shard = _opened(file)
-    numbers = {name.split(".")[0] for name in shard.keys()}  # noqa: SIM118
-    return {int(number): _from_shard(shard, number) for number in numbers}
-
-
-def _opened(shard: Path) -> Any:
-    return _open(shard, shard.stat().st_mtime_ns)
 
 
 @lru_cache(OPEN_SHARDS)

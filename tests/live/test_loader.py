@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import spec_compat  # noqa: F401
 from spec_compat.pipeline import loader, room, storage
@@ -95,6 +96,18 @@ def test_shards_give_the_same_batches(
                 assert float((mine[name] - tensor).norm() / tensor.norm()) <= tolerance
             else:
                 assert torch.equal(mine[name], tensor), name
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_shard_that_is_cut_is_refused(compressed: bool, tmp_path: Path) -> None:
+    """What is mapped and not there would kill the process that reads it."""
+    sharded = write(tmp_path / "shards", storage.Shards(compressed=compressed))
+    shard = storage.holder(sharded[0])
+    whole = shard.read_bytes()
+    for end in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        shard.write_bytes(whole[:end])
+        with pytest.raises(SafetensorError):
+            storage.load(sharded[0])
 
 
 def test_every_number_of_fp8_is_decoded_as_torch_does() -> None:

@@ -70,6 +70,15 @@ def test_batches_are_those_of_speculators_dataset(workers: int, files: list[Path
             assert torch.equal(mine[name], tensor), name
 
 
+def test_batches_of_float32_rows_stay_what_they_are_too(files: list[Path], tmp_path: Path) -> None:
+    single = [tmp_path / file.name for file in files]
+    for file, copy in zip(files, single, strict=True):
+        row = storage.load(file)
+        torch.save({**row, "hidden_states": [s.float() for s in row["hidden_states"]]}, copy)
+    for mine, reference in zip(batches(single), batches(files), strict=True):
+        assert all(torch.equal(mine[name], reference[name]) for name in STATES)
+
+
 def test_a_batch_stays_what_it_is_while_it_is_in_use(files: list[Path]) -> None:
     """Workers write into memory that earlier batches had: a slow trainer must not see it."""
     many = loader.Rows(files * 12, LENGTHS * 12)

@@ -10,11 +10,13 @@ from rich.console import Console
 
 from spec_compat import versions
 from spec_compat.errors import UserError
-from spec_compat.pipeline import check_head, config, gpus, manifest, runner
+from spec_compat.pipeline import check_head, config, manifest, runner
 from spec_compat.pipeline import plan as plans
+from spec_compat.pipeline import verifier as verifiers
 from spec_compat.pipeline.display import Display, closing_tables, size
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.plan import Plan
+from spec_compat.pipeline.verifier import Weights
 from spec_compat.support import support
 
 PUBLIC_STAGES = tuple(stage for stage in STAGES if stage != "export")
@@ -29,9 +31,9 @@ def pipeline(
     found = support().check(versions.detect())
     for problem in found.problems:
         raise UserError(problem)
-    options, console = _options(flags, file), Console()
+    (options, weights), console = _options(flags, file), Console()
     with console.status("checking the verifier and the data"):
-        plan = plans.make(options)
+        plan = plans.make(options, weights)
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
@@ -48,12 +50,19 @@ def pipeline(
         _print_head(console, plan)
 
 
-def _options(flags: dict[str, Any], file: Path | None) -> config.RunConfig:
-    """Flags over the TOML file over the options of the run that the output directory holds."""
+def _options(
+    flags: dict[str, Any], file: Path | None
+) -> tuple[config.RunConfig, dict[str, Weights]]:
+    """Flags over the TOML file over the options of the run that the output directory holds.
+
+    And what that run knew of its verifier's weights.
+    """
     from_file = config.read_toml(file) if file else {}
     output = flags.get("output", from_file.get("output"))
     earlier = manifest.find(Path(output).expanduser()) if output else None
-    return config.load(flags, file, earlier.options if earlier else None)
+    if earlier is None:
+        return config.load(flags, file), {}
+    return config.load(flags, file, earlier.options), earlier.weights
 
 
 def _stage(option: str, name: str | None) -> Stage | None:
@@ -77,7 +86,7 @@ def _print_plan(console: Console, plan: Plan, stages: tuple[Stage, ...]) -> None
         f"{', '.join(verifier.architectures)}: {verifier.num_layers} layers, hidden size "
         f"{verifier.hidden_size}, {verifier.vocab_size:,} tokens",
     )
-    if weights := gpus.weight_bytes(options.model):
+    if weights := verifiers.weight_bytes(options.model):
         each = size(weights // options.tensor_parallel_size)
         line("", f"{size(weights)} of weights, {each} for each of its workers")
     for dataset in plan.datasets:

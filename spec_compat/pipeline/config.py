@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -174,7 +175,7 @@ class RunConfig(BaseModel):
     )
     val_ratio: float = _option(0.1, "train", "Share of the rows kept for validation.", gt=0, lt=1)
     num_workers: int | None = _option(
-        None, None, "Processes that load rows (default: 6, or one for each CPU).", ge=0
+        None, None, "Processes that load rows (default: 8, or one for each CPU).", ge=0
     )
     train_gpus: int | None = _option(None, None, "GPUs to train on (default: all).", ge=1)
 
@@ -187,6 +188,18 @@ class RunConfig(BaseModel):
     def _check_max_disk(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"\d+(\.\d+)? ?[kKMGT]?B?", value):
             raise ValueError("a size, as 500GB")
+        return value
+
+    @field_validator("server_url")
+    @classmethod
+    def _check_server_url(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            whole = False
+        if not whole:
+            raise ValueError("an address, as http://localhost:8000")
         return value
 
     @field_validator("layer_ids", mode="before")

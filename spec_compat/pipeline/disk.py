@@ -22,6 +22,8 @@ ERRORS = (
     errno.EIO,
     errno.ESTALE,
 )
+# A file lies where a directory belongs, or the other way round.
+MISPLACED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 # Less than this is full: what crashes there crashes because of it.
 FULL = 1 << 20
 POLL_SECONDS = 2.0
@@ -65,7 +67,7 @@ def parse(text: str) -> float:
 
 def said(error: OSError) -> str:
     """One line for what its user can mend at a file, empty for another error."""
-    if error.errno not in ERRORS or not error.filename:
+    if error.errno not in (*ERRORS, *MISPLACED) or not error.filename:
         return ""
     return f"{error.filename}: {os.strerror(error.errno).lower()}"
 
@@ -76,6 +78,9 @@ def fault(error: BaseException, run: Path) -> str:
     where = (isinstance(error, OSError) and error.filename) or run
     if not run.is_dir():
         return f"{run}: the directory is gone"
+    if number in MISPLACED and Path(str(where)).is_relative_to(run):
+        said = os.strerror(number or 0).lower()
+        return f"{where}: {said}; move away what is in its place, and the same command goes on"
     if number not in ERRORS and shutil.disk_usage(run).free < FULL:
         number, where = errno.ENOSPC, run  # torch and safetensors have errors of their own for it
     if number not in ERRORS:

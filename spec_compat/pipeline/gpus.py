@@ -10,14 +10,17 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError, URLError
 
 from spec_compat.errors import UserError
+from spec_compat.pipeline import verifier
 from spec_compat.pipeline.config import ResolvedConfig, flag
 from spec_compat.pipeline.display import size
 from spec_compat.pipeline.layout import Stage
@@ -28,6 +31,7 @@ ANSWER_SECONDS = 2.0
 # again mostly ends at once.
 STOP_SECONDS = 180.0
 RESTART_SECONDS = 5.0
+UNNAMED, KEY_WANTED = "a model that it does not name", (401, 403)
 MIB = 1 << 20
 
 
@@ -62,12 +66,23 @@ class Room:
 
     def _stop(self, command: str) -> None:
         self._say("stopping the server")
-        done = subprocess.run(command, shell=True, capture_output=True, text=True)  # noqa: S602
-        self._stopped = True
+        self._stopped = True  # even half stopped, or interrupted, it is to come back
+        # A file, not a pipe: what the command leaves running may keep that open.
+        with tempfile.TemporaryFile() as said:
+            done = subprocess.run(  # noqa: S602
+                command,
+                shell=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                check=False,
+            )
+            said.seek(0)
+            lines = said.read().decode("utf-8", errors="replace").strip().splitlines()
         if done.returncode:
-            said = f": {done.stderr.strip().splitlines()[-1]}" if done.stderr.strip() else ""
+            because = f": {lines[-1]}" if lines else ""
             raise UserError(
-                f"{flag('stop_server_cmd')}: it ended with exit code {done.returncode}{said}"
+                f"{flag('stop_server_cmd')}: it ended with exit code {done.returncode}{because}"
             )
         deadline = time.monotonic() + STOP_SECONDS
         while served(self._config.server_url) or held(self._config, visible()):
@@ -104,8 +119,14 @@ def check(config: ResolvedConfig, gpus: list[Gpu]) -> None:
     """Raises UserError when the weights do not fit, or something else holds the memory."""
     if not gpus:
         return
+    if len(gpus) < config.tensor_parallel_size:
+        raise UserError(
+            f"{flag('tensor_parallel_size')} {config.tensor_parallel_size}: there are {len(gpus)} "
+            "GPUs"
+        )
+    gpus = gpus[: config.tensor_parallel_size]  # vLLM takes the first ones
     least, share = min(gpu.total for gpu in gpus), config.gpu_memory_utilization
-    weights = weight_bytes(config.model) // config.tensor_parallel_size
+    weights = verifier.weight_bytes(config.model) // config.tensor_parallel_size
     if weights > share * least:
         raise UserError(
             f"--model {config.model}: its weights take {size(weights)} of each GPU, "
@@ -125,36 +146,61 @@ def check(config: ResolvedConfig, gpus: list[Gpu]) -> None:
 
 
 def held(config: ResolvedConfig, gpus: list[Gpu]) -> Gpu | None:
-    """The first GPU with less free memory than vLLM is allowed to take."""
+    """The first of vLLM's GPUs with less free memory than it is allowed to take."""
     share = config.gpu_memory_utilization
-    return next((gpu for gpu in gpus if gpu.free < share * gpu.total), None)
-
-
-def weight_bytes(model: str) -> int:
-    """Size of a local model's weights; 0 for one that is not here yet."""
-    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    taken = gpus[: config.tensor_parallel_size]
+    return next((gpu for gpu in taken if gpu.free < share * gpu.total), None)
 
 
 def served(url: str) -> list[str]:
-    """The models that a server of the OpenAI kind has at this address; none when none answers."""
+    """The models that a server of the OpenAI kind has at this address; none when none answers.
+
+    One that wants a key, or is too busy to answer, does not name its models.
+    """
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(f"{url.rstrip('/')}/v1/models", timeout=ANSWER_SECONDS) as answer:
-            content: dict[str, Any] = json.load(answer)
+            content: dict[str, Any] = json.loads(_body(answer))
         return [str(model["id"]) for model in content["data"]]
-    except (OSError, ValueError, LookupError, TypeError):
+    except HTTPError as error:
+        return [f"{UNNAMED} (HTTP {error.code})"] if error.code in KEY_WANTED else []
+    except URLError:  # nobody took the connection
         return []
+    except TimeoutError:
+        return [f"{UNNAMED} (no answer in time)"]
+    except (OSError, HTTPException, ValueError, LookupError, TypeError):
+        return []
+
+
+def _body(answer: Any) -> bytes:
+    """All that comes. Raises TimeoutError when that takes too long, however much comes."""
+    deadline, body = time.monotonic() + ANSWER_SECONDS, b""
+    while piece := answer.read1(1 << 16):
+        body += piece
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    return body
 
 
 def visible() -> list[Gpu]:
-    """The GPUs that CUDA would see, without starting it in this process."""
+    """The GPUs that CUDA would see, in its order, without starting it in this process."""
     tool, devices = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if tool is None or devices in ("", "-1"):
         return []
-    query = [tool, "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
+    query = [tool, "--query-gpu=index,uuid,memory.total,memory.free"]
     chosen = ["-i", devices] if devices else []
-    listing = subprocess.run([*query, *chosen], capture_output=True, text=True, check=False)
-    if listing.returncode:
-        return []
-    rows = (line.split(",") for line in listing.stdout.splitlines() if line.strip())
-    return [Gpu(int(total) * MIB, int(free) * MIB) for total, free in rows]
+    listing = subprocess.run(
+        [*query, "--format=csv,noheader,nounits", *chosen],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    rows = [[cell.strip() for cell in line.split(",")] for line in listing.stdout.splitlines()]
+    if listing.returncode or not all(len(row) == 4 and "".join(row[2:]).isdigit() for row in rows):
+        return []  # a part of a GPU, or one that shares the host's memory: there is no telling
+    if devices:
+        order = [name.strip() for name in devices.split(",")]
+        rows.sort(
+            key=lambda row: next((i for i, n in enumerate(order) if n in row[:2]), len(order))
+        )
+    return [Gpu(int(total) * MIB, int(free) * MIB) for *_, total, free in rows]

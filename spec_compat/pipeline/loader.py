@@ -7,10 +7,18 @@ shared memory that is used again: new memory takes longer to get than the copy i
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import tempfile
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +29,9 @@ from speculators.train.distributed_batch_sampler import MultipackDistributedBatc
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from spec_compat.errors import UserError
 from spec_compat.pipeline import storage
-from spec_compat.pipeline.room import room
+from spec_compat.pipeline.room import SHARED, room
 from spec_compat.pipeline.stage import Job
 
 # Tokens that are decoded at a time: what is between fp8 and float32 stays in the cache.
@@ -52,6 +61,7 @@ def loader(
     batch_bytes = total_seq_len * _token_bytes(rows.files[0])
     workers, prefetch = room(batch_bytes, job.config.num_workers, world_size)
     generator = torch.Generator().manual_seed(job.config.seed + rank)
+    lost, losing = Pipe(duplex=False)
     batches = DataLoader(
         RowDataset(rows.files),
         batch_sampler=MultipackDistributedBatchSamplerV2(
@@ -66,11 +76,12 @@ def loader(
         prefetch_factor=prefetch if workers else None,
         pin_memory=torch.cuda.is_available(),
         collate_fn=Collate(total_seq_len, prefetch + 1 if workers else 1),
+        worker_init_fn=partial(_end_with_what_is_lost, losing),
         generator=generator,
     )
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else "cpu"
-    return Batches(batches, torch.device(device), noise_std)
+    return Batches(batches, torch.device(device), noise_std, lost)
 
 
 def _token_bytes(file: Path) -> int:
@@ -179,10 +190,17 @@ def add_noise(states: Tensor, std: float) -> None:
 class Batches:
     """A loader's batches on the device, as the draft head takes them; else it is that loader."""
 
-    def __init__(self, batches: DataLoader[Item], device: torch.device, noise_std: float) -> None:
+    def __init__(
+        self,
+        batches: DataLoader[Item],
+        device: torch.device,
+        noise_std: float,
+        lost: Connection[Any, Any],
+    ) -> None:
         self._batches = batches
         self._device = device
         self._noise_std = noise_std
+        self._lost = lost
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -191,13 +209,43 @@ class Batches:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self._batches:
+        for batch in self._handed_over():
             there = {k: v.to(self._device, non_blocking=True) for k, v in batch.items()}
             there[STATES] = unpack(there[STATES], 3)
             there[LAST] = unpack(there[LAST], 1)
             if self._noise_std:
                 add_noise(there[STATES], self._noise_std)
             yield there
+
+    def _handed_over(self) -> Iterator[Batch]:
+        """The loader's own batches. Raises UserError where there is no place to hand them over."""
+        try:
+            yield from self._batches
+        except (OSError, RuntimeError) as error:
+            # Its semaphores lie in the shared memory too; for them it only says that it is full.
+            full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            if not (full or self._lost.poll() or "Bus error" in str(error)):
+                raise
+            cause = self._lost.recv() if self._lost.poll() else str(error).splitlines()[0]
+            raise UserError(
+                f"a batch could not be handed to the trainer ({cause}): make space in {SHARED} and "
+                f"{tempfile.gettempdir()}, or pass --num-workers 0"
+            ) from error
+
+
+def _end_with_what_is_lost(losing: Connection[Any, Any], worker: int) -> None:
+    """In a worker: a batch that cannot be sent ends it. Its thread would go on without a word.
+
+    Both sides would wait for ever then: a batch is sent through shared memory, its descriptor
+    through a socket in the directory for temporary files, and each may be full.
+    """
+
+    def lose(error: Exception, batch: Any) -> None:
+        traceback.print_exception(error)
+        losing.send(" ".join(f"{type(error).__name__}: {error}".split()))
+        os._exit(1)
+
+    Queue._on_queue_feeder_error = staticmethod(lose)  # type: ignore[attr-defined]
 
 
 def seed_everything(seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,8 @@ PROC, SHARED = Path("/proc"), Path("/dev/shm")  # noqa: S108
 # Names that Python, torch and NCCL give to what they share; anything else there is somebody's file.
 NAMES = ("psm_*", "sem.mp-*", "torch_*", "nccl-*")
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP is what is left of a terminal or an ssh connection that has gone.
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Handlers = dict[signal.Signals, Any]
 
 
@@ -60,6 +62,21 @@ def hastened(of: set[int]) -> Iterator[None]:
         _restore(before)
     if came:
         raise KeyboardInterrupt
+
+
+def check_call(command: list[str]) -> None:
+    """As that of subprocess, but a Ctrl-C is the command's to answer: it ends as it likes to.
+
+    It would hear it from the terminal, and be killed a quarter of a second later.
+    """
+    process = subprocess.Popen(command, start_new_session=True)
+    before = _handle(lambda: process.send_signal(signal.SIGINT))
+    try:
+        code = process.wait()
+    finally:
+        _restore(before)
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def _handle(do: Callable[[], None]) -> Handlers:

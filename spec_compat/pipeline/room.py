@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-# One reads more than a disk of 2 GB/s gives, six decompress as much (docs/benchmarks.md).
-MAX_WORKERS = 6
+# One reads more than a disk of 2 GB/s gives; of zstd, a quarter of a GB/s (docs/benchmarks.md).
+MAX_WORKERS = 8
 MAX_PREFETCH = 2
 # Shares of the free memory, and of what /dev/shm takes, that batches in waiting may fill.
 OF_MEMORY, OF_SHARED = 0.5, 0.8

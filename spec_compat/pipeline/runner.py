@@ -79,17 +79,27 @@ def run(
 def _run(plan: Plan, display: Display, first: Stage | None, last: Stage | None) -> Manifest:
     layout = Layout(plan.config.output)
     stages = selected(first, last)
+    _read_weights(plan, display)
     _earlier(plan, layout, stages, first)  # once before the lock, which makes the directory
     room = Room(plan.config, lambda text: display.event({"event": "note", "text": text}))
     with manifests.locked(layout) as lock, room:
         earlier = _earlier(plan, layout, stages, first)
         manifest = earlier or manifests.begin(plan)
         manifest.options = plan.config.model_dump(mode="json")
-        manifest.sources = plan.sources
+        manifest.sources, manifest.weights = plan.sources, plan.weights
         manifest.save(layout)
         for stage in stages:
             _run_stage(stage, plan, manifest, layout, display, room, lock)
     return manifest
+
+
+def _read_weights(plan: Plan, display: Display) -> None:
+    def progress(done: int, total: int) -> None:
+        display.event({"event": "progress", "done": done, "tokens": None, "note": ""})
+
+    text = "reading the verifier's weights, to tell when they change"
+    display.event({"event": "doing", "text": text, "total": None, "unit": "files"})
+    plan.read_weights(progress)
 
 
 def _earlier(

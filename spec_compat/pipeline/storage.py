@@ -156,11 +156,10 @@ def load(file: Path) -> Row:
     with fp8 scales: tensors float32 [s]. Raises OSError when it is nowhere, and
     SafetensorError when its shard is cut.
     """
-    if file.is_file():
-        row: Row = torch.load(file, mmap=True, weights_only=True)
-        return row
-    shard = holder(file)
-    return _from_shard(_open(shard, shard.stat().st_mtime_ns), str(_number(file)))
+    if (shard := holder(file)) != file:  # whatever lies beside it under the name of the row
+        return _from_shard(_open(shard, shard.stat().st_mtime_ns), str(_number(file)))
+    row: Row = torch.load(file, mmap=True, weights_only=True)
+    return row
 
 
 def holder(file: Path) -> Path:

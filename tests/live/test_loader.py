@@ -1,5 +1,7 @@
 """The loader's batches are those of speculators' own dataset, from every storage."""
 
+import signal
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 import spec_compat  # noqa: F401
+from spec_compat.errors import UserError
 from spec_compat.pipeline import loader, room, storage
 from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
 from speculators.train.noise_transforms import AddUniformNoise
@@ -91,6 +94,30 @@ def test_a_batch_stays_what_it_is_while_it_is_in_use(files: list[Path]) -> None:
         for name, layers in zip(STATES, (LAYERS - 1, 1), strict=True):
             assert torch.equal(loader.unpack(batch[name], layers), reference[name])
     assert len(expected) > 4 * room.MAX_PREFETCH
+
+
+def test_a_batch_that_cannot_be_handed_over_ends_it_in_one_line(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the socket for it cannot be made, both sides waited for ever."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for ever"))
+    signal.alarm(60)
+    try:
+        with pytest.raises(UserError, match=r"FileNotFoundError.*make space in /dev/shm and") as it:
+            batches(files, 1)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert "\n" not in str(it.value)
+
+
+def test_a_file_beside_a_shard_is_not_read_for_a_row_of_it(tmp_path: Path) -> None:
+    """A `data_{i}.pt` of somebody else, or of a run in another storage."""
+    files = write(tmp_path / "shards", storage.Shards())
+    other = write(tmp_path / "rows", storage.RowFiles())[0]
+    files[1].write_bytes(other.read_bytes())
+    assert len(storage.load(files[1])["input_ids"]) == LENGTHS[1] != LENGTHS[0]
 
 
 @pytest.mark.parametrize("compressed", [False, True])

@@ -1,6 +1,7 @@
 """What is said when the disk does not take what it is given, and the pause until it does."""
 
 import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,15 @@ def test_what_the_disk_says_is_one_line(number: int, says: str, tmp_path: Path) 
     line = disk.fault(OSError(number, "x", "/run/gen/data_0.pt"), tmp_path)
     assert line.startswith(f"/run/gen/data_0.pt: {says}; ")
     assert "the same command goes on" in line
+
+
+@pytest.mark.parametrize("number", [errno.ENOTDIR, errno.EISDIR, errno.EEXIST])
+def test_what_lies_in_the_place_of_something_of_the_run_is_said(
+    number: int, tmp_path: Path
+) -> None:
+    line = disk.fault(OSError(number, "x", str(tmp_path / "gen" / "d")), tmp_path)
+    assert line.startswith(f"{tmp_path}/gen/d: {os.strerror(number).lower()}; move away")
+    assert disk.fault(OSError(number, "x", "/somewhere/else"), tmp_path) == ""
 
 
 def test_other_errors_are_not_the_disks(tmp_path: Path) -> None:

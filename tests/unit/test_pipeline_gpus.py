@@ -42,7 +42,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     running.server_close()
 
 
-def config(model: Path | str = "m", **options: Any) -> ResolvedConfig:
+def config(model: Path | str = "./m", **options: Any) -> ResolvedConfig:
     decided = {"seq_length": 8, "layer_ids": (0, 1, 2, 3), "draft_vocab_size": 8}
     given = {"model": str(model), "data": ("d.jsonl",), "output": "run", "server_url": NOBODY}
     return ResolvedConfig.model_validate(given | decided | options)
@@ -67,21 +67,24 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path:
 def test_memory_that_somebody_holds_is_named(server: str) -> None:
     full = [Gpu(10 * GIB, 10 * GIB), Gpu(10 * GIB, GIB)]
     with pytest.raises(UserError, match=r"GPUs are in use: --gpu-.* needs 8.6 GB, 1.1 GB of 10.7"):
-        gpus.check(config(), full)
+        gpus.check(config(tensor_parallel_size=2), full)
     with pytest.raises(UserError, match=r"serves org/m and holds .*; stop it, or give --stop-ser"):
-        gpus.check(config(server_url=server), full)
+        gpus.check(config(server_url=server, tensor_parallel_size=2), full)
 
 
 def test_the_gpus_are_those_that_cuda_would_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho $* > $0.asked\nprintf '81559, 1024\\n81559, 81000\\n'\n")
+    listed = "2, GPU-a, 81559, 1024\\n5, GPU-b, 81559, 81000\\n"
+    tool.write_text(f"#!/bin/sh\necho $* > $0.asked\nprintf '{listed}'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    assert gpus.visible() == [Gpu(81559 * MIB, 1024 * MIB), Gpu(81559 * MIB, 81000 * MIB)]
-    assert (tmp_path / "nvidia-smi.asked").read_text().endswith(" -i 2,5\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2")
+    assert gpus.visible() == [Gpu(81559 * MIB, 81000 * MIB), Gpu(81559 * MIB, 1024 * MIB)]
+    tool.write_text(tool.read_text().replace("81559, 1024", "[N/A], [N/A]"))
+    assert gpus.visible() == []
+    assert (tmp_path / "nvidia-smi.asked").read_text().endswith(" -i 5,2\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpus.visible() == []
 

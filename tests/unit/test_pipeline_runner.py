@@ -1,12 +1,16 @@
 """What the runner decides before it starts a process: stages, environment, devices."""
 
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import runner
+from spec_compat.pipeline import config, plan, runner
+from spec_compat.pipeline.display import Display
 from spec_compat.pipeline.layout import Layout
+from tests.unit.pipeline_inputs import make_data, make_verifier
 
 
 @pytest.mark.parametrize(
@@ -96,3 +100,29 @@ def test_no_stage_unpickles_whatever_the_user_has_set() -> None:
     environment = runner._environment(own, reports="r")
     assert environment["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
     assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in environment
+
+
+STAGE = """
+import json, os, stat
+links = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
+print(json.dumps({"lock": any(n.endswith("/.lock") for n in links)}), flush=True)
+print(json.dumps({"pipe": stat.S_ISFIFO(os.fstat(0).st_mode)}), flush=True)
+os._exit(3)
+"""
+
+
+def test_a_stage_holds_the_lock_and_hears_when_its_runner_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no second run begins beside an orphan, and no orphan stays."""
+    given = {
+        "model": str(make_verifier(tmp_path / "model")),
+        "data": [str(make_data(tmp_path / "d.jsonl"))],
+        "output": tmp_path / "run",
+    }
+    monkeypatch.setattr(runner, "command", lambda *_: [sys.executable, "-c", STAGE])
+    with pytest.raises(runner.StageFailed, match="prepare: ended with exit code 3"):
+        runner.run(plan.make(config.load(given)), Display(Console(quiet=True)), None, "prepare")
+    log = Layout(tmp_path / "run").log("prepare").read_text()
+    assert '{"lock": true}' in log
+    assert '{"pipe": true}' in log

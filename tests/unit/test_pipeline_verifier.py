@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,33 @@ def test_code_of_the_language_model_needs_trust(tmp_path: Path) -> None:
         verifier.read(str(make_verifier(tmp_path, text_config=text)))
 
 
+def indexed(directory: Path, **metadata: int) -> Path:
+    """Two shards of 3 and 4 bytes, and the same weights once more."""
+    model = make_verifier(directory)
+    files = {"model-1.safetensors": 3, "model-2.safetensors": 4, "consolidated.safetensors": 7}
+    for name, size in files.items():
+        (model / name).write_bytes(b"w" * size)
+    (model / "model.safetensors").unlink()
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    content = {"metadata": metadata, "weight_map": weight_map}
+    (model / verifier.INDEX).write_text(json.dumps(content))
+    return model
+
+
+def test_weights_that_are_there_twice_are_weighed_once(tmp_path: Path) -> None:
+    assert verifier.weight_bytes(str(indexed(tmp_path, total_size=5))) == 7
+    assert verifier.weight_bytes(str(make_verifier(tmp_path / "plain"))) == len(b"weights")
+
+
+def test_weights_of_the_hub_are_weighed_before_they_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = indexed(tmp_path, total_size=594_000)
+    (there / "model-2.safetensors").unlink()
+    monkeypatch.setattr(verifier, "_file", lambda model, name: there / name)
+    assert verifier.weight_bytes("moonshotai/Kimi-K2.5") == 594_000
+
+
 def plan(tmp_path: Path, **options: Any) -> plans.Plan:
     model, data = kimi(tmp_path / "model"), make_data(tmp_path / "data.jsonl")
     given = {"model": str(model), "data": [str(data)], "output": tmp_path / "run", **options}
@@ -104,3 +134,60 @@ def test_a_rope_theta_that_would_be_lost_is_refused(tmp_path: Path, theta: dict[
         return
     with pytest.raises(UserError, match=r"rope_theta 50000 under rope_parameters .* take 10000; w"):
         verifier.read(model)
+
+
+def large(file: Path) -> Path:
+    """Weights whose middle is far from both ends."""
+    file.write_bytes(bytes(6 << 20))
+    return file
+
+
+def alter_middle(file: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(3 << 20)
+        stream.write(b"\1")
+
+
+def identity(model: Path, known: Any = None) -> str:
+    return verifier.fingerprint(str(model), verifier.weights(str(model), known or {}))
+
+
+def test_a_weight_in_the_middle_is_another_model_whatever_the_times_say(tmp_path: Path) -> None:
+    model = make_verifier(tmp_path / "model")
+    file = large(model / "model.safetensors")
+    known, before = verifier.weights(str(model), {}), identity(model)
+    there = file.stat()
+    time.sleep(0.02)  # a time of the file system is that of the last tick of the kernel
+    alter_middle(file)
+    os.utime(file, ns=(there.st_mtime_ns, there.st_mtime_ns))
+    assert identity(model) != before
+    assert identity(model, known) != before
+
+
+def test_weights_that_stayed_are_read_once_and_elsewhere_they_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_verifier(tmp_path / "model")
+    known, before = verifier.weights(str(model), {}), identity(model)
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    assert identity(copy, known) == before
+    monkeypatch.setattr(verifier.Weights, "of", lambda file: pytest.fail(f"{file} is read"))
+    assert identity(model, known) == before
+
+
+@pytest.mark.parametrize("name", ["modeling_x.py", "hf_quant_config.json", "more.safetensors"])
+def test_other_code_is_another_model(name: str, tmp_path: Path) -> None:
+    model = make_verifier(tmp_path / "model")
+    before = identity(model)
+    (model / name).write_text("{}")
+    assert identity(model) != before
+
+
+def test_a_download_is_its_commit_whatever_has_come_of_it_yet(tmp_path: Path) -> None:
+    commit = "0123456789" * 4
+    model = make_verifier(tmp_path / "models--a--b" / "snapshots" / commit)
+    assert identity(model) == commit
+    named_alike = make_verifier(tmp_path / "models" / "snapshots" / "step-10")
+    before = identity(named_alike)
+    (named_alike / "model.safetensors").write_text("other")
+    assert identity(named_alike) != before

@@ -15,7 +15,6 @@ import torch
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from speculators.train.noise_transforms import AddUniformNoise
 from speculators.train.trainer import Trainer, TrainerConfig
 from speculators.train.utils import maybe_destroy_distributed, maybe_setup_distributed
 from transformers import AutoConfig, LlamaConfig
@@ -62,10 +61,8 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     model = draft_head(job)
     if rank == 0:
         targets.check(model, verifier, _last_states(train.files[:CHECKED_ROWS]))
-    train_loader = loader(
-        job, train, total_seq_len, world_size, rank, AddUniformNoise(config.noise_std)
-    )
-    validation_loader = loader(job, validation, total_seq_len, world_size, rank, None)
+    train_loader = loader(job, train, total_seq_len, world_size, rank, config.noise_std)
+    validation_loader = loader(job, validation, total_seq_len, world_size, rank, 0)
     metrics = Metrics(job.events if rank == 0 else Events(), layout, first_epoch)
     metrics.plan(config.epochs, len(train_loader), sum(train.lengths))
     call = {"ttt_steps": config.ttt_steps, "ttt_step_loss_decay": config.ttt_step_loss_decay}

@@ -17,7 +17,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from speculators.train.trainer import Trainer, TrainerConfig
 from speculators.train.utils import maybe_destroy_distributed, maybe_setup_distributed
-from transformers import AutoConfig, LlamaConfig
+from transformers import LlamaConfig
 
 import spec_compat
 from spec_compat.errors import UserError
@@ -29,6 +29,7 @@ from spec_compat.pipeline.loader import Rows, loader, seed_everything
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.rows import LENGTHS
 from spec_compat.pipeline.stage import Job, Result
+from spec_compat.pipeline.verifier import read_config, text_config
 
 # Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
 BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -131,7 +132,8 @@ def _last_states(files: list[Path]) -> torch.Tensor:
 def draft_head(job: Job) -> Any:
     """A new head for the verifier, with the mapping of the map stage."""
     config = job.config
-    verifier = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    verifier = text_config(config.model, config.trust_remote_code)
+    architectures = read_config(config.model).get("architectures") or []
     mapping = job.layout.vocab_mapping
     offsets, drafted = np.load(mapping / "d2t.npy"), np.load(mapping / "t2d.npy")
     if problems := check_head.mapping_problems(offsets, drafted):
@@ -147,17 +149,18 @@ def draft_head(job: Job) -> Any:
             algorithm="eagle3",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=config.ttt_steps)],
             default_proposal_method="greedy",
-            verifier=VerifierConfig(
-                name_or_path=config.model, architectures=list(verifier.architectures or [])
-            ),
+            verifier=VerifierConfig(name_or_path=config.model, architectures=architectures),
         ),
     )
     return Eagle3DraftModel(head_config, t2d=t2d, d2t=d2t)
 
 
 def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
-    """The head's decoder layer: a Llama layer of the run's geometry, the verifier's by default."""
-    text = getattr(verifier, "text_config", verifier)
+    """The head's decoder layer: a Llama layer of the run's geometry, the verifier's by default.
+
+    `verifier` is the config of the language model, or of one wrapper around it.
+    """
+    text = verifier.get_text_config()
     theta, scaling = check_head.rope(text.to_dict())
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     config = LlamaConfig(

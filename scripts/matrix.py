@@ -55,6 +55,7 @@ CONVERSATIONS = 40
 PIPELINE = (
     "--seq-length", "256", "--draft-vocab-size", "256", "--epochs", "3", "--lr", "0.003",
     "--total-seq-len", "512", "--ttt-steps", "2",
+    "--num-preprocessing-workers", "1", "--num-workers", "1",
 )  # fmt: skip
 # Relative error of a head's loss, which begins at ten times of what it ends with: the states' bf16
 # makes half a per cent.

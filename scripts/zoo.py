@@ -49,6 +49,11 @@ COLUMNS = """
 |---|---|---|---|---|---|---|---|---|---|---|
 """
 TAIL = """
+A head can be trained for these, except for Phi-3.5 MoE, StableLM and GPT-NeoX, whose final norm is
+no RMSNorm, and for MiniCPM, Nemotron NAS and Qwen2.5-Omni, for whose language model transformers by
+itself has no class to take the norm from. Extraction says so before it loads such a verifier
+(`tests/live/test_zoo_heads.py`).
+
 Not here: models with Mamba layers or convolutions between their attention layers. vLLM's CPU build
 stops while it loads one (Jamba, Falcon-H1 and Mamba were tried: `ValueError: too many values to
 unpack`), and on a GPU none was run. Sliding windows and chunks are {window} tokens long; two of

@@ -43,7 +43,7 @@ def find_decoder(model: Any, num_layers: int) -> tuple[str, Any, Any]:
         tried.append(path if layers is None else f"{path} ({len(layers)} layers)")
     raise ValueError(
         f"{type(model).__name__} has no module with {num_layers} decoder layers where they are "
-        f"known to be; tried {', '.join(tried)}"
+        f"known to be; tried {', '.join(dict.fromkeys(tried))}"
     )
 
 

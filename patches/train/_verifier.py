@@ -6,6 +6,8 @@ from typing import Any
 
 from spec_compat.patching import trusts_remote_code
 
+# Where a wrapper's config has the language model's.
+NESTED = ("text_config", "llm_config", "language_config")
 # Modules of decoder layers hold embeddings and heads of their own (multi-token prediction).
 LAYER = re.compile(r"(^|\.)layers\.\d")
 
@@ -19,7 +21,7 @@ def text_config(auto: Any, verifier: str) -> Any:
     import transformers
 
     written, _ = transformers.PretrainedConfig.get_config_dict(verifier)
-    text = written.get("text_config", written)
+    text = next((written[name] for name in NESTED if name in written), written)
     if "auto_map" in written or "auto_map" in text:
         for name in text.get("architectures") or ():
             if known := getattr(transformers, name, None):

@@ -16,7 +16,14 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, moved
+from spec_compat.patching import (
+    NEEDED,
+    Patch,
+    Probe,
+    already_fixed,
+    moved,
+    trusts_remote_code,
+)
 
 patch = Patch(
     module="speculators.models.eagle3.core",
@@ -63,7 +70,7 @@ def final_norm(module: ModuleType, verifier: str) -> Any:
     config = module.AutoConfig.from_pretrained(verifier)
     config.num_hidden_layers = 1
     with module.torch.device("meta"):
-        norm = AutoModel.from_config(config).norm
+        norm = AutoModel.from_config(config, trust_remote_code=trusts_remote_code()).norm
     weights = module.load_model_layers([NORM_WEIGHT], verifier)
     if NORM_WEIGHT not in weights:
         raise ValueError(f"{verifier}: no {NORM_WEIGHT} among the verifier's weights")

@@ -115,7 +115,7 @@ def verifier_problems(config: Mapping[str, Any]) -> list[str]:
         whole = verifier.read_config(name)
     except UserError as error:
         return [f"the verifier cannot be read: {str(error).removeprefix('--model ')}"]
-    theirs = whole.get("text_config", whole)
+    theirs = verifier.language(whole)
     ours, found = _inherited(config["transformer_layer_config"]), []
     for key, other in _inherited(theirs).items():
         own = ours[key]

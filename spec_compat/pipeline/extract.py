@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from speculators.data_generation.config_generator import DataGenerationConfig
 from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
 import spec_compat
 from spec_compat import registry, versions
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, disk
+from spec_compat.pipeline import atomic, disk, targets, verifier
 from spec_compat.pipeline import index as rows_index
 from spec_compat.pipeline.display import size
 from spec_compat.pipeline.index import Index
@@ -59,10 +60,11 @@ def run(job: Job) -> Result:
             job.events.note(f"{name}/{file}: {reason}; its rows are extracted again")
     speed = 0.0
     if missing or not all(file.is_file() for s in stores.values() for file in s.lists):
+        _check_space(job, kind, stores, lengths)
+        _look_ahead(job)
         job.events.doing("loading the verifier")
         with _generator(job) as generator:
             _check_workers(job)
-            _check_space(job, generator, kind, stores)
             prefill = Prefill(generator, kind, config.sink_buffers)
             speed = _extract(job, prefill, stores, lengths)
             for dataset in job.datasets:
@@ -193,10 +195,15 @@ def _check_workers(job: Job) -> None:
         )
 
 
-def _check_space(job: Job, generator: Any, kind: RowFiles, stores: dict[str, Store]) -> None:
-    model = generator.vllm_config.model_config
-    width = kind.token_bytes(len(generator.layer_ids), model.get_hidden_size(), model.dtype)
-    tokens = sum(len(s.prepared[index][0]) for s in stores.values() for index in s.missing())
+def _check_space(
+    job: Job, kind: RowFiles, stores: dict[str, Store], lengths: dict[str, list[int]]
+) -> None:
+    """Refuse what the disk does not hold, before minutes are spent on loading the verifier."""
+    config = job.config
+    hidden = verifier.read(config.model, config.trust_remote_code).hidden_size
+    # vLLM computes in 16 bits, also where the weights are in float32.
+    width = kind.token_bytes(len(config.layer_ids), hidden, torch.bfloat16)
+    tokens = sum(lengths[name][row] for name, store in stores.items() for row in store.missing())
     needed = tokens * (width + 16) * OVERHEAD
     there = sum(store.index.bytes for store in stores.values())
     disk.refuse_beyond(job.config.max_disk, job.layout.gen, there + needed)
@@ -206,6 +213,14 @@ def _check_space(job: Job, generator: Any, kind: RowFiles, stores: dict[str, Sto
             f"--output {job.layout.root}: {tokens:,} tokens need {size(needed)}, "
             f"{size(free)} are free; make space, or take fewer rows with --max-samples"
         )
+
+
+def _look_ahead(job: Job) -> None:
+    """Say now where the train stage will stop; the states may be wanted without a head."""
+    try:
+        targets.refuse(job.config.model, job.config.trust_remote_code)
+    except UserError as error:
+        job.events.note(f"the train stage will stop: {error}")
 
 
 def _extract(

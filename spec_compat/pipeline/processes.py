@@ -197,8 +197,9 @@ def _mapped(by: Iterable[Status]) -> set[Path]:
 
 def killed(number: int) -> str:
     """How a process ended that a signal ended."""
-    cause = f"killed by {signal.Signals(number).name}"
-    return f"{cause}, {WHY[number]}" if number in WHY else cause
+    ended_by = signal.Signals(number)
+    cause = f"killed by {ended_by.name}"
+    return f"{cause}, {WHY[ended_by]}" if ended_by in WHY else cause
 
 
 class Children:

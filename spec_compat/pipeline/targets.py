@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel
 from transformers.utils import cached_file
 
 from spec_compat.errors import UserError
@@ -31,12 +32,8 @@ class Verifier:
     """The verifier's final norm and its whole lm_head, [vocabulary, hidden] in its own dtype."""
 
     def __init__(self, model: str, trust_remote_code: bool = False) -> None:
-        config = text_config(model, trust_remote_code)
-        config.num_hidden_layers = 1
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        self.norm = _norm(model, trust_remote_code)
         tensors = _tensors(model)
-        self.norm = skeleton.model.norm
         self.norm.load_state_dict({"weight": tensors[NORM].float()}, assign=True)
         self.head = tensors[HEAD]
 
@@ -59,6 +56,13 @@ class Verifier:
             tokens = torch.where(value > best, index + start, tokens)
             best = torch.maximum(best, value)
         return tokens
+
+
+def refuse(model: str, trust_remote_code: bool) -> None:
+    """Raises UserError where no head can be trained for the verifier; reads no weights."""
+    _norm(model, trust_remote_code)
+    if Path(model).is_dir():
+        _places(model)
 
 
 def check(model: Any, verifier: Verifier, states: Tensor) -> None:
@@ -140,8 +144,41 @@ def chain(tokens: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Ten
     return counts
 
 
+def _norm(model: str, trust_remote_code: bool) -> torch.nn.Module:
+    """The final norm of the verifier's language model, in transformers' class, without weight.
+
+    Raises UserError where a head cannot be trained on what it gives.
+    """
+    config = text_config(model, trust_remote_code)
+    config.num_hidden_layers = 1
+    try:
+        with torch.device("meta"):
+            skeleton = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+    except ValueError:
+        raise UserError(
+            f"--model {model}: no head can be trained for it, transformers has no class for its "
+            f"language model ({config.model_type or type(config).__name__})"
+        ) from None
+    norm = getattr(skeleton, "norm", None)
+    if norm is None or getattr(norm, "bias", None) is not None:
+        raise UserError(
+            f"--model {model}: no head can be trained for it, its final norm is no RMSNorm"
+        )
+    found: torch.nn.Module = norm
+    return found
+
+
 def _tensors(model: str) -> dict[str, Tensor]:
-    """Norm and head, or embeddings in its place, from a local directory or the hub's cache.
+    """Norm and head, or embeddings in its place, from a local directory or the hub's cache."""
+    found = {}
+    for kind, (name, file) in _places(model).items():
+        with safe_open(cached_file(model, file), "pt") as weights:
+            found[kind] = weights.get_tensor(name)
+    return found
+
+
+def _places(model: str) -> dict[str, tuple[str, str]]:
+    """Name and file of norm and head.
 
     Under a wrapper the names have something before them; the norm stands beside the embeddings.
     """
@@ -160,13 +197,10 @@ def _tensors(model: str) -> dict[str, Tensor]:
         NORM: decoder + NORM,
         HEAD: decoder + EMBEDDINGS if tied else _only(model, HEAD, files),
     }
-    found = {}
-    for kind, name in names.items():
+    for name in names.values():
         if name not in files:
             raise UserError(f"--model {model}: no {name} among its weights")
-        with safe_open(cached_file(model, files[name]), "pt") as weights:
-            found[kind] = weights.get_tensor(name)
-    return found
+    return {kind: (name, files[name]) for kind, name in names.items()}
 
 
 def _only(model: str, suffix: str, names: Iterable[str]) -> str:

@@ -15,10 +15,9 @@ import torch
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from speculators.train.noise_transforms import AddUniformNoise
 from speculators.train.trainer import Trainer, TrainerConfig
 from speculators.train.utils import maybe_destroy_distributed, maybe_setup_distributed
-from transformers import AutoConfig, LlamaConfig
+from transformers import LlamaConfig
 
 import spec_compat
 from spec_compat.errors import UserError
@@ -30,6 +29,7 @@ from spec_compat.pipeline.loader import Rows, loader, seed_everything
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.rows import LENGTHS
 from spec_compat.pipeline.stage import Job, Result
+from spec_compat.pipeline.verifier import read_config, text_config
 
 # Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
 BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -62,10 +62,8 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     model = draft_head(job)
     if rank == 0:
         targets.check(model, verifier, _last_states(train.files[:CHECKED_ROWS]))
-    train_loader = loader(
-        job, train, total_seq_len, world_size, rank, AddUniformNoise(config.noise_std)
-    )
-    validation_loader = loader(job, validation, total_seq_len, world_size, rank, None)
+    train_loader = loader(job, train, total_seq_len, world_size, rank, config.noise_std)
+    validation_loader = loader(job, validation, total_seq_len, world_size, rank, 0)
     metrics = Metrics(job.events if rank == 0 else Events(), layout, first_epoch)
     metrics.plan(config.epochs, len(train_loader), sum(train.lengths))
     call = {"ttt_steps": config.ttt_steps, "ttt_step_loss_decay": config.ttt_step_loss_decay}
@@ -134,7 +132,8 @@ def _last_states(files: list[Path]) -> torch.Tensor:
 def draft_head(job: Job) -> Any:
     """A new head for the verifier, with the mapping of the map stage."""
     config = job.config
-    verifier = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    verifier = text_config(config.model, config.trust_remote_code)
+    architectures = read_config(config.model).get("architectures") or []
     mapping = job.layout.vocab_mapping
     offsets, drafted = np.load(mapping / "d2t.npy"), np.load(mapping / "t2d.npy")
     if problems := check_head.mapping_problems(offsets, drafted):
@@ -150,17 +149,18 @@ def draft_head(job: Job) -> Any:
             algorithm="eagle3",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=config.ttt_steps)],
             default_proposal_method="greedy",
-            verifier=VerifierConfig(
-                name_or_path=config.model, architectures=list(verifier.architectures or [])
-            ),
+            verifier=VerifierConfig(name_or_path=config.model, architectures=architectures),
         ),
     )
     return Eagle3DraftModel(head_config, t2d=t2d, d2t=d2t)
 
 
 def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
-    """The head's decoder layer: a Llama layer of the run's geometry, the verifier's by default."""
-    text = getattr(verifier, "text_config", verifier)
+    """The head's decoder layer: a Llama layer of the run's geometry, the verifier's by default.
+
+    `verifier` is the config of the language model, or of one wrapper around it.
+    """
+    text = verifier.get_text_config()
     theta, scaling = check_head.rope(text.to_dict())
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     config = LlamaConfig(

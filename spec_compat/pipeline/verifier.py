@@ -31,6 +31,10 @@ CODE_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
+# Where a wrapper's config has the language model's, beside those of the images and sounds.
+NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
+# What names the class of a tokenizer or a processor.
+CLASSES = ("tokenizer_class", "image_processor_type", "feature_extractor_type", "processor_class")
 # vLLM's attention on GPUs takes heads whose size is a multiple of the first, up to the second.
 HEAD_SIZES = (8, 256)
 
@@ -103,7 +107,7 @@ def read(model: str, trust_remote_code: bool = False) -> Verifier:
     directory = config_file.parent
     if Path(model).expanduser().is_dir():
         _check_files(directory, trust_remote_code)
-    text = config.get("text_config", config)
+    text = language(config)
     missing = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if key not in text]
     if missing:
         text = _complete(model, trust_remote_code)
@@ -128,6 +132,8 @@ def text_config(model: str, trust_remote_code: bool) -> Any:
 
     auto = transformers.AutoConfig
     config = auto.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
+    while inner := next(filter(None, (getattr(config, name, None) for name in NESTED)), None):
+        config = inner
     if not type(config).__module__.startswith("transformers."):
         for name in config.architectures or ():
             if known := getattr(transformers, name, None):
@@ -135,6 +141,12 @@ def text_config(model: str, trust_remote_code: bool) -> Any:
                 values.pop("auto_map", None)
                 return known.config_class.from_dict(values)
     return config
+
+
+def language(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that is of the language model; itself without a wrapper."""
+    inner = next((config[name] for name in NESTED if isinstance(config.get(name), Mapping)), None)
+    return config if inner is None else language(inner)
 
 
 def check_head(geometry: HeadGeometry) -> None:
@@ -260,15 +272,28 @@ def _config_file(model: str) -> Path:
 
 
 def brings_code(model: str) -> str:
-    """The first of the model's files that names Python classes of its own; empty when none does."""
+    """The first of the model's files that needs Python code of its own; empty when none does.
+
+    Where transformers has the class itself, as for many older repositories, it runs no other.
+    """
     for name in CODE_FILES:
         file = _file(model, name)
         if file is None:
             continue
         content = _read_json(file)
-        if "auto_map" in content or "auto_map" in (content.get("text_config") or {}):
+        if any("auto_map" in part and not _known(part) for part in (content, language(content))):
             return name
     return ""
+
+
+def _known(content: Mapping[str, Any]) -> bool:
+    """Whether transformers itself has the class of a config, a tokenizer or a processor."""
+    import transformers
+
+    if kind := content.get("model_type"):
+        return kind in transformers.CONFIG_MAPPING
+    classes = [content[key] for key in CLASSES if content.get(key)]
+    return bool(classes) and set(classes) <= set(dir(transformers))
 
 
 def _file(model: str, name: str) -> Path | None:
@@ -309,10 +334,7 @@ def _has_chat_template(directory: Path) -> bool:
 
 def _complete(model: str, trust_remote_code: bool) -> Mapping[str, Any]:
     """The config as transformers reads it, for a config.json that relies on a class's defaults."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    text = getattr(config, "text_config", config)
+    text = text_config(model, trust_remote_code)
     missing = [
         k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if not hasattr(text, k)
     ]
@@ -353,10 +375,8 @@ def _head_geometry(text: Mapping[str, Any]) -> HeadGeometry:
         return value if isinstance(value, int) else None
 
     heads = number("num_attention_heads")
-    if number("kv_lora_rank"):
-        head_dim = number("v_head_dim")
-    else:
-        head_dim = number("head_dim") or (text["hidden_size"] // heads if heads else None)
+    head_dim = number("v_head_dim" if number("kv_lora_rank") else "head_dim")
+    head_dim = head_dim or (text["hidden_size"] // heads if heads else None)
     kv_heads = number("num_key_value_heads") or heads
     return HeadGeometry(heads, kv_heads, head_dim, number("intermediate_size"))
 

@@ -142,7 +142,7 @@ def _digest(file: Path, written: int) -> str:
 
 
 def _check_memory(config: ResolvedConfig) -> None:
-    needed = HEADROOM * sum(f.stat().st_size for f in Path(config.model).glob("*.safetensors"))
+    needed = HEADROOM * verifier.weight_bytes(config.model)
     where, free = "memory", psutil.virtual_memory().available
     if torch.cuda.is_available():
         where, free = "GPU memory", torch.cuda.mem_get_info()[0]
@@ -194,15 +194,11 @@ class Oracle:
     """The verifier in transformers, in the dtype of its checkpoint."""
 
     def __init__(self, config: ResolvedConfig) -> None:
-        from transformers import AutoModelForCausalLM
-
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model: Any = (
-            _with_code(config)
-            if verifier.brings_code(config.model)
-            else AutoModelForCausalLM.from_pretrained(config.model, dtype="auto")
+            _with_code(config) if verifier.brings_code(config.model) else _known(config.model)
         ).to(self.device)
-        text = getattr(self.model.config, "text_config", self.model.config)
+        text = self.model.config.get_text_config()
         self.last = text.num_hidden_layers - 1
         self.has_experts = any(getattr(text, name, None) for name in EXPERTS)
 
@@ -210,7 +206,9 @@ class Oracle:
         """The states [tokens, hidden] after each layer; those after the last are normed."""
         ids = input_ids.to(self.device)[None]
         with torch.inference_mode():
-            output = self.model(ids, output_hidden_states=True, use_cache=False)
+            output = self.model(
+                ids, attention_mask=torch.ones_like(ids), output_hidden_states=True, use_cache=False
+            )
         return [output.hidden_states[layer_id + 1][0] for layer_id in layer_ids]
 
     def normed(self, states: Tensor) -> Tensor:
@@ -218,6 +216,27 @@ class Oracle:
         with torch.inference_mode():
             normed: Tensor = self.model.get_decoder().norm(states.to(self.device))
         return normed.cpu()
+
+
+def _known(model: str) -> Any:
+    """The verifier in transformers' own class, whole where that is a wrapper's."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    auto: Any = AutoModelForCausalLM
+    if type(AutoConfig.from_pretrained(model)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        auto = AutoModelForImageTextToText
+    try:
+        return auto.from_pretrained(model, dtype="auto")
+    except ValueError as error:
+        raise UserError(
+            f"--model {model}: transformers cannot recompute its rows ({str(error).splitlines()[0]}"
+            "); --samples 0 checks without the verifier"
+        ) from None
 
 
 def _with_code(config: ResolvedConfig) -> Any:

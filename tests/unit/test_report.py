@@ -189,10 +189,36 @@ def test_an_unknown_release_is_a_problem_not_a_guess(world: World) -> None:
     world.patch()
     world.write("vllm/_version.py", "__version__ = version = '0.1.dev1+g5e40263c3.empty'")
     code = "import spec_compat, speculators.gen as gen\nanswer([states(), gen.Generator().run()])"
-    assert world.run(code) == [{"extract/run": "failed"}, "original"]
-    assert "vllm does not know its release" in world.stderr
+    world.patch("extract/size", RUN.replace("Generator.run", "Generator.size"))
+    states = dict.fromkeys(("extract/run", "extract/size"), "failed")
+    assert world.run(code) == [states, "original"]
+    (question,) = world.stderr.splitlines()
+    assert question.startswith("vllm does not know its release (0.1.dev1+g5e40263c3.empty); set")
     got = world.run(code, SPEC_COMPAT_ASSUME_VLLM="0.16.0")
-    assert got == [{"extract/run": "applied"}, "patched original"]
+    assert got == [dict.fromkeys(states, "applied"), "patched original"]
+    assert "taken for 0.16.0, as SPEC_COMPAT_ASSUME_VLLM says" in world.stderr
+
+
+@pytest.mark.parametrize(
+    ("vllm", "speculators", "says"),
+    [
+        ("0.10.2", "0.3.0", "vllm 0.10.2 is older than 0.11.0, the oldest known"),
+        ("0.16.0", "0.2.0", "speculators 0.2.0 is older than 0.3.0, the oldest known"),
+        ("0.16.0", "0.6.1", "speculators 0.6.1 has no in-process generator; 0.4.0.1 was the last"),
+        ("0.99.0", "0.3.0", "vllm 0.99.0 is newer than "),
+        ("0.16.0rc2", "0.3.0", "vllm 0.16.0rc2 is no release; it is taken for 0.16.0"),
+    ],
+)
+def test_an_import_says_what_is_odd_of_the_releases(
+    world: World, vllm: str, speculators: str, says: str
+) -> None:
+    world.write("vllm/_version.py", f"__version__ = version = {vllm!r}")
+    world.write(
+        "speculators-0.3.0.dist-info/METADATA", f"Name: speculators\nVersion: {speculators}\n"
+    )
+    world.run("import spec_compat, speculators.gen")
+    (line,) = world.stderr.splitlines()
+    assert line.startswith(says)
 
 
 @pytest.mark.parametrize(

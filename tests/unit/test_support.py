@@ -89,7 +89,14 @@ def environment(**releases: str | None) -> Environment:
         ),
         ("0.16.1", "0.3.0", "", "vllm 0.16.1 is not known; it is taken for 0.16.0"),
         ("0.17.1", "0.3.0", "", "speculators 0.3.0 with vllm 0.17.1: static only"),
+        ("0.16", "0.3.0", "", ""),
         ("0.18.0", "0.3.0", "", "newer than 0.17.1, the newest known: it runs if every probe"),
+        (
+            "0.18.0rc1",
+            "0.3.0",
+            "",
+            "vllm 0.18.0rc1 is no release, and newer than 0.17.1, the newest known: it runs if",
+        ),
         ("0.10.0", "0.3.0", "vllm 0.10.0 is older than 0.15.1, the oldest known", ""),
         ("0.1.dev1+gabc", "0.3.0", "set SPEC_COMPAT_ASSUME_VLLM to the one it was built from", ""),
         (None, "0.3.0", "vllm is not installed; known: 0.15.1 to 0.17.1", ""),
@@ -109,8 +116,32 @@ def test_each_finding_is_one_line(
 ) -> None:
     found = KNOWN.check(environment(vllm=vllm, speculators=speculators))
     assert [problem in line for line in found.problems] == [True] * bool(problem)
-    assert warning in "\n".join(found.warnings)
-    assert bool(found.warnings) == bool(warning)
+    assert [warning in line for line in found.warnings] == [True] * bool(warning)
+
+
+@pytest.mark.parametrize(
+    ("found", "assumed", "warning"),
+    [
+        ("0.16.0", "0.16.0", []),
+        ("0.15.1", "0.16.0", ["0.15.1 is taken for 0.16.0, as SPEC_COMPAT_ASSUME_VLLM says"]),
+        ("0.1.dev1+g", "0.16", ["0.1.dev1+g is taken for 0.16, as SPEC_COMPAT_ASSUME_VLLM says"]),
+        (
+            "0.15.1",
+            "0.16.1",
+            [
+                "0.15.1 is taken for 0.16.1, as SPEC_COMPAT_ASSUME_VLLM says; "
+                "0.16.1 is not known; it is taken for 0.16.0"
+            ],
+        ),
+    ],
+)
+def test_what_the_environment_assumes_is_said(found: str, assumed: str, warning: list[str]) -> None:
+    sources = {"module": found, "assumed": assumed}
+    vllm = Release("vllm", versions.parse(assumed), assumed, sources)
+    releases = {**environment(speculators="0.3.0").releases, "vllm": vllm}
+    said = KNOWN.check(Environment(releases))
+    assert said.warnings == [f"vllm {text}" for text in warning]
+    assert said.problems == []
 
 
 @pytest.mark.parametrize(

@@ -191,11 +191,20 @@ def _missing(config: dict[str, Any]) -> list[str]:
         value: Any = config
         for key in path.split("."):
             if isinstance(value, list):
-                value = value[int(key)] if int(key) < len(value) else None
+                value = value[int(key)] if key.isdigit() and int(key) < len(value) else None
             else:
                 value = value.get(key) if isinstance(value, dict) else None
         if not isinstance(value, kind):
             found.append(f"{path} is {value}")
+    if found:
+        return found
+    ids = config["eagle_aux_hidden_state_layer_ids"]
+    if not all(isinstance(layer_id, int) for layer_id in ids):
+        found.append(f"eagle_aux_hidden_state_layer_ids is {ids}")
+    layer = config["transformer_layer_config"]
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(layer.get(key), dict | None):
+            found.append(f"transformer_layer_config.{key} is {layer[key]}")
     return found
 
 
@@ -237,7 +246,8 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     layer = config["transformer_layer_config"]
     hidden, draft = layer["hidden_size"], config["draft_vocab_size"]
     inner, width = layer["intermediate_size"], layer["head_dim"]
-    target = config.get("target_hidden_size") or hidden
+    target = config.get("target_hidden_size")
+    target = target if isinstance(target, int) and target else hidden
     query, key = (layer[f"num_{kind}_heads"] * width for kind in ("attention", "key_value"))
     shapes = {
         "fc.weight": [hidden, len(config["eagle_aux_hidden_state_layer_ids"]) * target],
@@ -284,9 +294,9 @@ def rope(layer: Mapping[str, Any]) -> tuple[float | None, dict[str, Any] | None]
     The scaling is one that a Llama layer has the same of in transformers and in vLLM: None for the
     default, and without what is for images, for a part of the head or for latent attention.
     """
-    written = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    written = _mapping(layer.get("rope_parameters")) or _mapping(layer.get("rope_scaling"))
     # One for each kind of layer: the head's attention is full.
-    found = dict(written.get("full_attention", written))
+    found = dict(_mapping(written.get("full_attention")) or written)
     theta = found.pop("rope_theta", None) or layer.get("rope_theta")
     kind = found.pop("type", None)
     kind = found.pop("rope_type", None) or kind
@@ -300,3 +310,7 @@ def rope(layer: Mapping[str, Any]) -> tuple[float | None, dict[str, Any] | None]
             found.pop(key, None)
         found.setdefault("original_max_position_embeddings", layer.get("max_position_embeddings"))
     return theta, {**found, "rope_type": "longrope" if kind == "su" else kind}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

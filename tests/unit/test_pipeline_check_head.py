@@ -230,3 +230,30 @@ def test_a_cut_file_is_the_users_error(directory: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(UserError, match="not readable"):
         check_head.check(directory)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("speculators_config", []),
+        ("speculators_config.verifier", ["a"]),
+        ("eagle_aux_hidden_state_layer_ids", [3, "5", 6]),
+        ("eagle_aux_hidden_state_layer_ids", [3, [], 6]),
+        ("transformer_layer_config", ["a"]),
+        ("transformer_layer_config.hidden_size", "4"),
+        ("transformer_layer_config.rope_scaling", "yarn"),
+        ("transformer_layer_config.rope_parameters", 3),
+    ],
+)
+def test_a_value_of_another_kind_is_a_problem(path: str, value: Any, directory: Path) -> None:
+    change(directory, path, value)
+    found = check_head.check(directory)[1]
+    assert found
+    assert all(one.startswith(path) for one in found), found
+
+
+def test_a_verifier_may_have_anything_in_its_config(directory: Path) -> None:
+    file = directory.parent / "verifier" / "config.json"
+    for value in ("yarn", 3, ["a"], {"full_attention": 3}):
+        file.write_text(json.dumps({**VERIFIER, "rope_scaling": value}))
+        check_head.check(directory)

@@ -90,7 +90,7 @@ def test_a_wrapper_is_read_through_its_text_config(tmp_path: Path) -> None:
 
 
 def test_code_of_the_model_needs_consent(tmp_path: Path) -> None:
-    geometry = {"auto_map": {"AutoConfig": "configuration.Config"}}
+    geometry = {"model_type": "unheard-of", "auto_map": {"AutoConfig": "configuration.Config"}}
     with pytest.raises(UserError, match="--trust-remote-code"):
         planned(tmp_path, geometry)
     assert planned(tmp_path, geometry, trust_remote_code=True)

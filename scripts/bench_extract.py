@@ -10,7 +10,7 @@ are then measured in turns, so that what else the machine does meets all of them
   extract       this project: proven rows in data_{i}.pt
   shards        the same with --storage shards
   fp8, zstd     and with --storage-dtype fp8, or with --storage-compression zstd
-  memory        extract with 1, 4 and 16 times as many short rows: peak memory against rows
+  memory        shards with 1, 10 and 100 times as many short rows: peak memory against rows
   generate      speculators' generate() with this project's patches, one torch.save a row
   speculators   speculators alone (what this vLLM lacks of it is put in place), the same
   transformers  output_hidden_states, the layers copied to the host, nothing written
@@ -55,8 +55,8 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 BATCH = 8  # rows in a call of speculators' generate(), its scripts' default
 TOKENS = 8192  # of a step: what speculators' generator allows
-MEMORY_ROWS = (1, 4, 16)
-MEMORY_LENGTH = 64
+MEMORY_ROWS = (1, 10, 100)
+MEMORY_LENGTH = 16
 Run = Callable[[list[list[int]]], int]
 
 
@@ -372,6 +372,7 @@ def _extractor(given: argparse.Namespace, generator: Any, case: str) -> Run:
         "shards": storage.Shards(),
         "fp8": storage.Shards(fp8=True),
         "zstd": storage.Shards(compressed=True),
+        "memory": storage.Shards(),
     }
     kind = kinds.get(case, storage.RowFiles())
     directory = _empty(_output(given))

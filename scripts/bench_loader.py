@@ -3,13 +3,16 @@
 
     python scripts/bench_loader.py --hidden-size 576 --rows 200 --length 500
 
-Cases, each in a process of its own, over the same rows of random states in four layers:
+Cases over the same rows of random states in four layers; those joined by a plus run in one process,
+in turns:
   speculators   Eagle3SampleFileDataset, float32, its collate function, data_{i}.pt
   rows          this project's loader, data_{i}.pt
   shards        the same with --storage shards
   fp8, zstd     and with --storage-dtype fp8, or with --storage-compression zstd
   train-CASE    speculators' trainer on a new head of that width, fed by CASE
 Batches end on the device (the GPU where there is one), as the draft head takes them: float32.
+`gb_a_worker` is what a worker reads and packs in a second of its core, in GB as they are stored,
+shared memory and the way to the trainer left out.
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ import measure
 
 STORED = ("speculators", "rows", "shards", "fp8", "zstd")
 TRAINED = ("train-speculators", "train-rows", "train-fp8")
+JOINED = ("+".join(STORED), "+".join(TRAINED))
 TTT_STEPS = 3
 DRAFT_VOCAB_SIZE = 32_000
 LAYERS = 4
+NOISE = 0.05
 STEP = 8192  # tokens of rows that are written together
 
 
@@ -44,22 +49,28 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=min(4, len(os.sched_getaffinity(0))))
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--directory", type=Path, default=Path("/tmp/spec-compat-bench"))  # noqa: S108
-    given = measure.options(parser, (*STORED, *TRAINED))
+    given = measure.options(parser, JOINED)
     if given.case:
         run_case(given)
     records = measure.run_cases(given)
-    columns = ("case", "rows", "tokens", "seconds", "tokens_per_second", "bytes_per_token")
-    measure.table(records, (*columns, "cpu_seconds", "host_mib"))
-    best: dict[str, float] = {}
-    for record in records:
-        best[record["case"]] = max(best.get(record["case"], 0), record.get("tokens_per_second", 0))
-    ratios = {}
-    for case in best:
-        against = "train-speculators" if case.startswith("train-") else "speculators"
-        if best.get(against) and case != against:
-            ratios[f"{case}/{against}"] = best[case] / best[against]
-    measure.finish("loader", given, records, ratios)
+    columns = ("case", "rows", "tokens", "bytes_per_token", "seconds", "cpu_seconds")
+    measure.table(records, (*columns, "tokens_per_second", "gb_a_worker", "host_mib"))
+    measure.finish("loader", given, records, {**ratios(records, "seconds"), **ratios(records)})
     return any("failed" in record for record in records)
+
+
+def ratios(records: list[measure.Record], of: str = "cpu_seconds") -> dict[str, float]:
+    """How many times as fast each case's best turn was as the best of speculators."""
+    least: dict[str, float] = {}
+    for record in records:
+        if of in record:
+            least[record["case"]] = min(record[of], least.get(record["case"], record[of]))
+    found = {}
+    for case in least:
+        against = "train-speculators" if case.startswith("train-") else "speculators"
+        if against in least and case != against:
+            found[f"{case}/{against} in {of}"] = least[against] / least[case]
+    return found
 
 
 def run_case(given: argparse.Namespace) -> None:
@@ -67,30 +78,48 @@ def run_case(given: argparse.Namespace) -> None:
 
     directory = given.directory / "loader"
     shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    training = given.case in TRAINED
-    given.case = given.case.removeprefix("train-")
-    files, size = write_rows(given, directory)
-    loader = speculators_loader if given.case == "speculators" else ours
-    batches = Counted(loader(given, files))
-    epoch = trainer(given, batches, directory) if training else on_device(batches)
+    turns = {case: prepared(given, case, directory / case) for case in given.case.split("+")}
     for number in range(given.epochs):
-        batches.tokens = 0
-        begun, cpu = time.perf_counter(), measure.cpu_seconds()
-        epoch(number)
-        seconds = time.perf_counter() - begun
-        measure.record(
-            epoch=number,
-            rows=given.rows,
-            tokens=batches.tokens,
-            seconds=seconds,
-            cpu_seconds=measure.cpu_seconds() - cpu,
-            tokens_per_second=batches.tokens / seconds,
-            bytes_per_token=size / given.rows / given.length,
-        )
+        for case, (batches, epoch, size) in turns.items():
+            batches.tokens = 0
+            begun, cpu = time.perf_counter(), measure.cpu_seconds()
+            epoch(number)
+            seconds, cpu = time.perf_counter() - begun, measure.cpu_seconds() - cpu
+            measure.record(
+                case=case,
+                epoch=number,
+                rows=given.rows,
+                tokens=batches.tokens,
+                seconds=seconds,
+                cpu_seconds=cpu,
+                tokens_per_second=batches.tokens / seconds,
+                bytes_per_token=size / given.rows / given.length,
+                gb_a_worker=size / 1e9 / reading(batches),
+            )
     shutil.rmtree(directory, ignore_errors=True)
     sys.stdout.flush()
     os._exit(0)
+
+
+def prepared(
+    given: argparse.Namespace, case: str, directory: Path
+) -> tuple[Counted, Callable[[int], None], int]:
+    """A case's batches, what goes through them once, and the bytes of its rows."""
+    directory.mkdir(parents=True)
+    storage = case.removeprefix("train-")
+    files, size = write_rows(given, storage, directory)
+    loader = speculators_loader if storage == "speculators" else ours
+    batches = Counted(loader(given, files))
+    epoch = on_device(batches) if case == storage else trainer(given, batches, directory)
+    return batches, epoch, size
+
+
+def reading(batches: Counted) -> float:
+    """CPU seconds of what a worker does for an epoch, done here."""
+    begun = time.process_time()
+    for rows in batches.batch_sampler:
+        batches.collate_fn([batches.dataset[row] for row in rows])
+    return time.process_time() - begun
 
 
 class Counted:
@@ -177,7 +206,7 @@ def verifier(given: argparse.Namespace, directory: Path) -> Path:
     return directory
 
 
-def write_rows(given: argparse.Namespace, directory: Path) -> tuple[list[Path], int]:
+def write_rows(given: argparse.Namespace, case: str, directory: Path) -> tuple[list[Path], int]:
     """The rows' names and the bytes they take."""
     import json
 
@@ -190,7 +219,7 @@ def write_rows(given: argparse.Namespace, directory: Path) -> tuple[list[Path], 
         "fp8": storage.Shards(fp8=True),
         "zstd": storage.Shards(compressed=True),
     }
-    writer = kinds.get(given.case, storage.RowFiles())
+    writer = kinds.get(case, storage.RowFiles())
     length, size = given.length, 0
     shards: dict[str, str] = {}
     tokens = max(STEP, length)
@@ -216,13 +245,11 @@ def write_rows(given: argparse.Namespace, directory: Path) -> tuple[list[Path], 
 
 
 def ours(given: argparse.Namespace, files: list[Path]) -> Any:
-    from speculators.train.noise_transforms import AddUniformNoise
-
     from spec_compat.pipeline.loader import Rows, loader
 
     job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=given.workers, seed=0))
     rows = Rows(files, [given.length] * len(files))
-    return loader(job, rows, given.batch_tokens, 1, 0, AddUniformNoise(0.05))
+    return loader(job, rows, given.batch_tokens, 1, 0, NOISE)
 
 
 def speculators_loader(given: argparse.Namespace, files: list[Path]) -> Any:
@@ -234,7 +261,7 @@ def speculators_loader(given: argparse.Namespace, files: list[Path]) -> Any:
     from torch.utils.data import DataLoader
 
     dataset = Eagle3SampleFileDataset(
-        given.batch_tokens, file_list=[str(f) for f in files], transform=AddUniformNoise(0.05)
+        given.batch_tokens, file_list=[str(f) for f in files], transform=AddUniformNoise(NOISE)
     )
     return DataLoader(
         dataset,

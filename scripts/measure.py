@@ -31,7 +31,7 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -47,7 +47,7 @@ def options(parser: argparse.ArgumentParser, cases: tuple[str, ...]) -> argparse
     parser.add_argument("--limit", type=float, default=600, help="seconds a case may take")
     parser.add_argument("--within", type=float, help="start no case after this many seconds")
     parsed = parser.parse_args()
-    unknown = set(parsed.cases.replace("+", ",").split(",")) - set(cases)
+    unknown = _names(parsed.cases) - _names(",".join(cases))
     if unknown:
         parser.error(f"--cases: no case is called {', '.join(sorted(unknown))}")
     return parsed
@@ -59,12 +59,12 @@ def record(**values: Any) -> None:
 
 
 def cpu_seconds() -> float:
-    """From a case: what it and its children have taken of all cores, however busy they are."""
+    """From a case: what it and its children, ended ones too, have taken of all cores."""
     import psutil
 
     this = psutil.Process()
     times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
-    return float(sum(time.user + time.system for time in times))
+    return float(sum(sum(time[:4]) for time in times))
 
 
 def run_cases(given: argparse.Namespace) -> list[Record]:
@@ -104,6 +104,10 @@ def table(records: list[Record], columns: tuple[str, ...]) -> None:
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in [list(columns), ["-" * width for width in widths], *rows]:
         print("| " + " | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)) + " |")
+
+
+def _names(cases: str) -> set[str]:
+    return {*cases.replace("+", ",").split(",")}
 
 
 def machine() -> str:

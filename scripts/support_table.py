@@ -12,6 +12,8 @@ A script that runs pairs of releases calls `record` for each. A run is:
     unpatched           what happens without the patches: the last line of the error
     rows                rows in one call, all of them compared with transformers
     error               largest relative error of a layer's states against transformers
+    length              expected acceptance length of a head that run-pipeline trained there; 0.0
+                        where none was
     seconds             of the whole run, without building the environment
     note                what was seen beside that; for a run that failed: the last line of the error
 """
@@ -19,6 +21,7 @@ A script that runs pairs of releases calls `record` for each. A run is:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -35,7 +38,7 @@ SUPPORT = ROOT / "spec_compat" / "support.toml"
 EVIDENCE = "# Live runs"
 KEYS = (
     "vllm", "speculators", "date", "passed", "python", "torch", "transformers", "wheel",
-    "unpatched", "rows", "error", "seconds", "note",
+    "unpatched", "rows", "error", "length", "seconds", "note",
 )  # fmt: skip
 
 
@@ -50,6 +53,15 @@ def record(run: Mapping[str, Any], file: Path = SUPPORT) -> None:
     written = file.with_suffix(".new")
     written.write_text(head + comment + "".join(map(_table, rows)), "utf-8")
     written.replace(file)
+
+
+def ran(group: int, what: str, file: Path = SUPPORT) -> None:
+    """Write into a group of install lines, by its number, when and for what they were run."""
+    begin = "[[install]]\n"
+    parts = file.read_text("utf-8").split(begin)
+    block = re.sub(r"^ran = .*\n", "", parts[group + 1], flags=re.MULTILINE)
+    parts[group + 1] = f"ran = {json.dumps(what)}\n{block}"
+    file.write_text(begin.join(parts), "utf-8")
 
 
 def _pair(run: Mapping[str, Any]) -> tuple[str, str]:
@@ -84,7 +96,7 @@ def _pairs(known: Support, row: Mapping[str, Any]) -> list[Pair]:
 
 def install(known: Support) -> str:
     """Markdown: the lines of each group of releases, with the names of what a release fills in."""
-    names = ("vllm", "speculators", "torch", "torch_cuda", "transformers")
+    names = ("vllm", "speculators", "torch", "torch_cuda", "torchvision", "transformers")
     words = {name: name.partition("_")[0].upper() for name in names}
     words["transformers"] = ">=TRANSFORMERS"
     rows = [
@@ -93,10 +105,11 @@ def install(known: Support) -> str:
             group["vllm"].replace("<", "\\<"),
             group["speculators"].replace("<", "\\<"),
             "<br>".join(f"`{line.format(**words)}`" for line in group["lines"]),
+            group.get("ran", "resolved, not run"),
         ]
         for group in known.install
     ]
-    return _table_of("wheel", "vLLM", "speculators", "lines", rows=rows)
+    return _table_of("wheel", "vLLM", "speculators", "lines", "run", rows=rows)
 
 
 def _table_of(*head: str, rows: Sequence[Sequence[str]]) -> str:
@@ -121,7 +134,9 @@ def _pythons(row: Mapping[str, Any]) -> str:
 
 def _cell(pair: Pair) -> str:
     if pair.run and pair.status == "supported":
-        return f"{pair.run['date']}: {pair.run['rows']} rows, {100 * pair.run['error']:.1f} %"
+        run = pair.run
+        length = f", length {run['length']:.2f}" if run["length"] else ""
+        return f"{run['date']}: {run['rows']} rows, {100 * run['error']:.1f} %{length}"
     return pair.status if pair.status == "static only" else f"{pair.status}: {pair.why}"
 
 

@@ -154,7 +154,9 @@ class Support:
                 matches(Version(speculators), group["speculators"]),
             )
             if group["wheel"] == wheel and all(fits):
-                words = {**self.row("vllm", vllm), "vllm": vllm, "speculators": speculators}
+                row = self.row("vllm", vllm)
+                words = {**row, "vllm": vllm, "speculators": speculators}
+                words["torchvision"] = _torchvision(row["torch"])
                 return tuple(line.format(**words) for line in group["lines"])
         return ()
 
@@ -168,6 +170,12 @@ class Support:
             for name, theirs in asked.items()
             if not _overlap(ours[name], theirs)
         ]
+
+
+def _torchvision(torch: str) -> str:
+    """The release of torchvision that was built for a release of torch, 2.0 or newer."""
+    version = Version(torch)
+    return f"0.{version.minor + 15}.{version.micro}"
 
 
 def _overlap(one: str, other: str) -> bool:

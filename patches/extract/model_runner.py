@@ -5,9 +5,11 @@ Symptom  AttributeError: no attribute 'input_batch', in the worker extension of 
 Cause    Since vLLM 0.22 a second model runner is the default for ever more models on a GPU. It
          orders a batch by tokens, and keeps the order elsewhere.
 Fix      VLLM_USE_V2_MODEL_RUNNER is 0 unless the user has set it, before VllmConfig reads it. With
-         1, extract/capture takes the order from where the second runner has it, and every row
-         proves itself.
-Remove when the second runner was run with the live tests on a GPU.
+         1, extract/capture takes the order from where the second runner has it. That was run on
+         one H200 with vLLM 0.20.2: the states are right (tests/live/cell.py), and prefill is no
+         faster (40,867 tokens a second, 40,880 with the first; docs/benchmarks.md).
+Remove when vLLM drops the first runner; until then the releases in which the second is the default
+         should be run with it on a GPU.
 """
 
 import os

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -145,6 +146,8 @@ def _guarded(command: Callable[[], int | None], resumable: bool = True) -> None:
     except OSError as error:
         if not resumable or not disk.said(error):
             raise
+        if not error.filename:  # what is still in its buffer would fail once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         _fail(disk.said(error), 2)
     except KeyboardInterrupt:
         if not resumable:

@@ -10,12 +10,13 @@ from rich.console import Console
 
 from spec_compat import versions
 from spec_compat.errors import UserError
-from spec_compat.pipeline import check_head, config, manifest, runner
+from spec_compat.pipeline import check_head, config, display, manifest, runner
 from spec_compat.pipeline import plan as plans
 from spec_compat.pipeline import verifier as verifiers
 from spec_compat.pipeline.display import Display, closing_tables, size
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.plan import Plan
+from spec_compat.pipeline.verifier import Weights
 from spec_compat.support import support
 
 PUBLIC_STAGES = tuple(stage for stage in STAGES if stage != "export")
@@ -30,9 +31,10 @@ def pipeline(
     found = support().check(versions.detect())
     for problem in found.problems:
         raise UserError(problem)
-    options, console = _options(flags, file), Console()
+    options, weights = _options(flags, file)
+    console = Console() if dry_run else display.console()
     with console.status("checking the verifier and the data"):
-        plan = plans.make(options)
+        plan = plans.make(options, weights)
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
@@ -41,20 +43,27 @@ def pipeline(
             manifest.refuse_another_run(earlier, plan, begin)
         _print_plan(console, plan, runner.selected(begin, end))
         return
-    with Display(console) as display:
-        finished = runner.run(plan, display, begin, end)
+    with Display(console) as shown:
+        finished = runner.run(plan, shown, begin, end)
     for table in closing_tables(finished):
         console.print(table)
     if "export" in runner.selected(begin, end):
         _print_head(console, plan)
 
 
-def _options(flags: dict[str, Any], file: Path | None) -> config.RunConfig:
-    """Flags over the TOML file over the options of the run that the output directory holds."""
+def _options(
+    flags: dict[str, Any], file: Path | None
+) -> tuple[config.RunConfig, dict[str, Weights]]:
+    """Flags over the TOML file over the options of the run that the output directory holds.
+
+    And what that run knew of its verifier's weights.
+    """
     from_file = config.read_toml(file) if file else {}
     output = flags.get("output", from_file.get("output"))
     earlier = manifest.find(Path(output).expanduser()) if output else None
-    return config.load(flags, file, earlier.options if earlier else None)
+    if earlier is None:
+        return config.load(flags, file), {}
+    return config.load(flags, file, earlier.options), earlier.weights
 
 
 def _stage(option: str, name: str | None) -> Stage | None:

@@ -13,8 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from spec_compat.demo import answers, model
+from spec_compat.demo import STOPPED, answers, model
 from spec_compat.errors import UserError
+from spec_compat.pipeline import processes
 
 DRAFT_VOCAB = 4096
 SEQ_LENGTH = 512
@@ -37,12 +38,12 @@ def main() -> int:
     _say(f"answers: {len(answers.prompts())} prompts, greedy, through vLLM; kept in the cache")
     data = answers.conversations(verifier)
     _say("pipeline: prepare, extract, map, train")
-    subprocess.run(_pipeline(verifier, data, options.output, options.epochs, others), check=True)
+    processes.check_call(_pipeline(verifier, data, options.output, options.epochs, others))
 
     python = Path(sys.prefix).with_name(".venv-serve") / "bin" / "python"
     if python.exists():
         _say("server: what it accepts of the head's drafts, beside what training expects")
-        subprocess.run(_server(options.output, python), check=True)
+        processes.check_call(_server(options.output, python))
 
     _say("done")
     print(serving(verifier, options.output.resolve() / "head"))
@@ -89,11 +90,19 @@ def _say(message: str) -> None:
     print(f"[demo, {time.monotonic() - STARTED:3.0f} s] {message}", flush=True)
 
 
-if __name__ == "__main__":
+def guarded() -> int:
+    """The exit code; what its user can mend, or has stopped, is one line."""
     try:
-        sys.exit(main())
+        return main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except subprocess.CalledProcessError as error:
-        sys.exit(error.returncode)  # the step has said what was wrong
+        return error.returncode  # the step has said what was wrong
+    except KeyboardInterrupt:
+        print(STOPPED, file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(guarded())

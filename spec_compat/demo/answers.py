@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
 
-from spec_compat.demo import model
+from spec_compat.demo import STOPPED, model
+from spec_compat.pipeline import processes
 
 MAX_TOKENS = 80  # of an answer; the demo is to end within six minutes on two cores
 MAX_MODEL_LEN = 512
@@ -35,7 +35,7 @@ def conversations(verifier: Path) -> Path:
     file = model.cache_root() / f"answers-{key}.jsonl"
     if not file.is_file():
         command = [sys.executable, "-m", __name__, str(verifier), str(file)]
-        subprocess.run(command, check=True)
+        processes.check_call(command)
     return file
 
 
@@ -73,4 +73,8 @@ def _write(verifier: Path, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    _write(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        _write(Path(sys.argv[1]), Path(sys.argv[2]))
+    except KeyboardInterrupt:
+        print(STOPPED, file=sys.stderr)
+        sys.exit(130)

@@ -48,7 +48,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_directory(path: Path) -> Iterator[Path]:
-    """An empty directory that takes `path`'s place when the block ends without an error."""
+    """An empty directory that takes `path`'s place when the block ends without an error.
+
+    A link to a directory stays one: what takes a place is what it leads to.
+    """
+    path = path.resolve()
     temporary = _temporary(path)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -26,6 +26,17 @@ def drop_unfinished(checkpoints: Path) -> int:
     return last + 1
 
 
+def note_other_ranks(checkpoints: Path, first_epoch: int, ranks: int, events: Events) -> None:
+    """Say when the epochs that are gone on from were trained by another number of ranks."""
+    before = len(list((checkpoints / str(first_epoch - 1)).glob("random_state_*.pt")))
+    if before not in (0, ranks):
+        events.note(
+            f"the first {first_epoch} epochs were trained on {before} GPUs, the others are on "
+            f"{ranks}: steps and learning rates are no longer those of a run that was not stopped; "
+            f"with --train-gpus {before} they are"
+        )
+
+
 def wait_for_space(trainer: Any, directory: Path, pause: bool, events: Events) -> None:
     """Have the trainer wait before each checkpoint until there is space for it."""
     save = trainer.save_checkpoint

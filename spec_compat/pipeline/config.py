@@ -175,7 +175,7 @@ class RunConfig(BaseModel):
     )
     val_ratio: float = _option(0.1, "train", "Share of the rows kept for validation.", gt=0, lt=1)
     num_workers: int | None = _option(
-        None, None, "Processes that load rows (default: 12, or one for each CPU).", ge=0
+        None, None, "Processes that load rows (default: 8, or one for each CPU).", ge=0
     )
     train_gpus: int | None = _option(None, None, "GPUs to train on (default: all).", ge=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ ASSISTANT = ("gpt", "assistant")
 # What a chat template may read of a turn, beside its role and text.
 KEPT = ("reasoning_content", "thinking", "tool_calls", "tool_call_id", "name")
 CHARACTERS_PER_TOKEN = 4
+BEYOND = "JSON beyond what Python reads; leave this row out"
+# JSON can write it, UTF-8 and with it every tokenizer cannot.
+HALF = re.compile("[\ud800-\udfff]")
 
 Turns = list[dict[str, Any]]
 
@@ -94,6 +98,12 @@ def turns(record: dict[str, Any]) -> Turns:
     conversation = [_turn(turn) for turn in raw]
     if not any(turn["from"] in ASSISTANT and _speaks(turn) for turn in conversation):
         raise UnusableError("no answer of an assistant")
+    texts = [
+        text(record.get("tools", "")),
+        *(part for turn in conversation for part in turn.values()),
+    ]
+    if any(map(HALF.search, texts)):
+        raise UnusableError("half of a character, as where a text was cut: a lone surrogate")
     return conversation
 
 
@@ -133,6 +143,8 @@ def _list_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text: {error.reason}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: {BEYOND}: {error}") from None
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise UserError(f"{path}: row {number} is not a JSON object")
@@ -146,6 +158,8 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
         raise UserError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: not UTF-8 text: {error.reason}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: {BEYOND}: {error}") from None
     if not isinstance(row, dict):
         raise UserError(f"{place}: not a JSON object")
     return row

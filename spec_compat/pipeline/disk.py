@@ -22,9 +22,22 @@ ERRORS = (
     errno.EIO,
     errno.ESTALE,
 )
+# A file lies where a directory belongs, or the other way round.
+MISPLACED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 # Less than this is full: what crashes there crashes because of it.
 FULL = 1 << 20
+# What must be free beside what was, before a stage that found no space is begun again.
+MORE = 64e6
+INODES = 16
 POLL_SECONDS = 2.0
+
+
+class Full(UserError):  # noqa: N818, as the errors beside it
+    """There was no space in a directory of the run; there will be when files are deleted."""
+
+    def __init__(self, message: str, place: Path) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 def wait_for(directory: Path, needed: float, pause: bool, events: Events) -> bool:
@@ -65,20 +78,31 @@ def parse(text: str) -> float:
 
 def said(error: OSError) -> str:
     """One line for what its user can mend at a file, empty for another error."""
-    if error.errno not in ERRORS or not error.filename:
+    if error.errno not in (*ERRORS, *MISPLACED):
         return ""
-    return f"{error.filename}: {os.strerror(error.errno).lower()}"
+    return f"{error.filename or 'standard output'}: {os.strerror(error.errno).lower()}"
 
 
-def fault(error: BaseException, run: Path) -> str:
-    """One line for an error that the disk is the cause of, empty for another."""
+def fault(error: BaseException, run: Path) -> UserError | None:
+    """An error of one line that the disk is the cause of, Full where space is to be waited for."""
     number = error.errno if isinstance(error, OSError) else None
-    where = (isinstance(error, OSError) and error.filename) or run
+    where = Path(str((isinstance(error, OSError) and error.filename) or run))
     if not run.is_dir():
-        return f"{run}: the directory is gone"
+        return UserError(f"{run}: the directory is gone")
+    if number in MISPLACED and where.is_relative_to(run):
+        said = os.strerror(number or 0).lower()
+        return UserError(
+            f"{where}: {said}; move away what is in its place, and the same command goes on"
+        )
     if number not in ERRORS and shutil.disk_usage(run).free < FULL:
         number, where = errno.ENOSPC, run  # torch and safetensors have errors of their own for it
     if number not in ERRORS:
-        return ""
+        return None
     said = os.strerror(number or 0).lower()
-    return f"{where}: {said}; what is whole is kept, and the same command goes on from there"
+    line = f"{where}: {said}; what is whole is kept, and the same command goes on from there"
+    if number == errno.ENOSPC and where.is_relative_to(run):
+        place = next(path for path in (where, *where.parents) if path.is_dir())
+        inodes = os.statvfs(place)
+        if not inodes.f_files or inodes.f_favail >= INODES:  # how many would do, nobody knows
+            return Full(line, place)
+    return UserError(line)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from contextlib import suppress
 from types import TracebackType
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -19,6 +22,30 @@ from rich.table import Table
 from spec_compat.pipeline.events import Event
 from spec_compat.pipeline.layout import STAGES, Stage
 from spec_compat.pipeline.manifest import Manifest, StageRecord
+
+
+class Unfailing:
+    """A stream of text; what it does not take, as on a full disk, must not end a run of days."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def console() -> Console:
+    """The one that a run is shown on."""
+    return Console(file=cast("TextIO", Unfailing(sys.stdout)))
 
 
 class Display:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-FailureKind = Literal["user", "crash"]
+FailureKind = Literal["user", "full", "crash"]
 Event = dict[str, Any]
 
 
@@ -41,8 +41,9 @@ class Events:
         """What goes into the manifest when the stage is done."""
         self._send(event="result", record=record)
 
-    def failed(self, kind: FailureKind, text: str) -> None:
-        self._send(event="failed", kind=kind, text=text)
+    def failed(self, kind: FailureKind, text: str, place: Path | None = None) -> None:
+        """What ended the stage; of a full disk, the directory where there was no space."""
+        self._send(event="failed", kind=kind, text=text, place=place and str(place))
 
     def _send(self, **event: Any) -> None:
         if self._descriptor is None:

@@ -211,7 +211,7 @@ def _check_space(
     if needed > free:
         raise UserError(
             f"--output {job.layout.root}: {tokens:,} tokens need {size(needed)}, "
-            f"{size(free)} are free"
+            f"{size(free)} are free; make space, or take fewer rows with --max-samples"
         )
 
 
@@ -267,8 +267,8 @@ def _extract(
 
 def _failure(job: Job, number: int, text: str) -> Exception:
     """What a writer in the worker stopped at."""
-    if line := disk.fault(OSError(number, text), job.layout.root):
-        return UserError(line)
+    if fault := disk.fault(OSError(number, text), job.layout.root):
+        return fault
     return RuntimeError(f"a row could not be written: {text}")
 
 

@@ -89,8 +89,8 @@ def _digest(directory: Path, patterns: Iterable[str], template: bool = False) ->
 
     A download of the hub is known by its commit: its files may come only later.
     """
-    if directory.parent.name == "snapshots":
-        return directory.name
+    if known := verifier.commit(directory):
+        return known
     digest = hashlib.sha256()
     for file in sorted({file for pattern in patterns for file in directory.glob(pattern)}):
         if file.name == "tokenizer_config.json":

@@ -26,6 +26,11 @@ class Layout:
         return self.root / ".lock"
 
     @property
+    def shared(self) -> Path:
+        """What the processes of a stage share in memory, while they do."""
+        return self.root / ".shared"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 
@@ -80,11 +85,14 @@ class Layout:
         }[stage]
 
     def clear(self, stage: Stage) -> None:
+        """Remove them; a directory that is a link, as to another disk, stays and is emptied."""
         for path in self.outputs(stage):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            linked = path.is_symlink() and path.is_dir()
+            for there in path.iterdir() if linked else (path,):
+                if there.is_dir() and not there.is_symlink():
+                    shutil.rmtree(there)
+                else:
+                    there.unlink(missing_ok=True)
 
     def relative(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()

@@ -1,35 +1,41 @@
 """Feeds the trainer: batches of whole rows, read by worker processes, made whole on the device.
 
 Rows are mapped into memory and copied once, in the dtype in which they are stored, into the batch;
-what the draft head is given, float32 with noise, is made of it where the head is.
+what the draft head is given, float32 with noise, is made of it where the head is. Batches lie in
+shared memory that is used again: new memory takes longer to get than the copy into it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import random
-import shutil
+import tempfile
+import traceback
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from speculators.train.data import create_collate_fn, shift_batch
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from spec_compat.errors import UserError
 from spec_compat.pipeline import storage
+from spec_compat.pipeline.room import SHARED, room
 from spec_compat.pipeline.stage import Job
 
-MAX_WORKERS = 12
-MAX_PREFETCH = 4
-# Shares of the free memory, and of what /dev/shm takes, that batches in waiting may fill.
-OF_MEMORY, OF_SHARED = 0.5, 0.8
-SHARED = Path("/dev/shm")  # noqa: S108
+# Tokens that are decoded at a time: what is between fp8 and float32 stays in the cache.
+BLOCK = 256
 STATES, LAST = "hidden_states", "verifier_last_hidden_states"
 
 Batch = dict[str, Any]
@@ -46,15 +52,16 @@ class Rows:
 
 
 def loader(
-    job: Job, rows: Rows, total_seq_len: int, world_size: int, rank: int, noise: Any
+    job: Job, rows: Rows, total_seq_len: int, world_size: int, rank: int, noise_std: float
 ) -> Batches:
     """Batches of whole rows, packed to `total_seq_len` tokens; the same for the same seed.
 
-    `noise.transform(hidden_states)` is applied on the device; None adds none.
+    Noise is added on the device, as speculators' AddUniformNoise(noise_std) does; 0 adds none.
     """
     batch_bytes = total_seq_len * _token_bytes(rows.files[0])
     workers, prefetch = room(batch_bytes, job.config.num_workers, world_size)
     generator = torch.Generator().manual_seed(job.config.seed + rank)
+    lost, losing = Pipe(duplex=False)
     batches = DataLoader(
         RowDataset(rows.files),
         batch_sampler=MultipackDistributedBatchSamplerV2(
@@ -68,25 +75,13 @@ def loader(
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         pin_memory=torch.cuda.is_available(),
-        collate_fn=Collate(total_seq_len),
+        collate_fn=Collate(total_seq_len, prefetch + 1 if workers else 1),
+        worker_init_fn=partial(_end_with_what_is_lost, losing),
         generator=generator,
     )
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else "cpu"
-    return Batches(batches, torch.device(device), noise)
-
-
-def room(batch_bytes: int, workers: int | None, ranks: int) -> tuple[int, int]:
-    """Worker processes of a rank, and the batches that each may have ready, in the memory there is.
-
-    A batch in waiting lies in shared memory, and once more while it is collected.
-    """
-    shared = shutil.disk_usage(SHARED).free if SHARED.is_dir() else psutil.virtual_memory().free
-    free = min(OF_MEMORY * psutil.virtual_memory().available, OF_SHARED * shared)
-    batches = int(free / ranks / (2 * batch_bytes))
-    if workers is None:
-        workers = min(MAX_WORKERS, max(1, len(os.sched_getaffinity(0)) // ranks), batches)
-    return workers, max(1, min(MAX_PREFETCH, batches // max(1, workers)))
+    return Batches(batches, torch.device(device), noise_std, lost)
 
 
 def _token_bytes(file: Path) -> int:
@@ -114,34 +109,48 @@ class RowDataset(Dataset[Item]):  # type: ignore[misc]
 
 
 class Collate:
-    """Packs rows into a batch of `length` tokens, the last of them cut or the rest left zero."""
+    """Packs rows into a batch of `length` tokens, the last of them cut or the rest left zero.
 
-    def __init__(self, length: int) -> None:
+    The states of a batch are valid until `kept` more batches were made in the same process.
+    """
+
+    def __init__(self, length: int, kept: int) -> None:
         self._length = length
+        self._kept = kept
         self._small = create_collate_fn(length)
+        self._slabs: dict[Any, deque[Tensor]] = defaultdict(deque)
 
     def __call__(self, items: list[Item]) -> Batch:
         batch: Batch = self._small([small for small, _row in items])
-        batch[STATES] = self._pack([(s[STATES], row, slice(None, -1)) for s, row in items])
-        batch[LAST] = self._pack([(s[LAST], row, slice(-1, None)) for s, row in items])
+        for name, layers in ((STATES, slice(None, -1)), (LAST, slice(-1, None))):
+            parts = [(small[name], _columns(row, layers)) for small, row in items]
+            batch[name] = self._pack(name, parts)
         return batch
 
-    def _pack(self, parts: list[tuple[Tensor, storage.Row, slice]]) -> Tensor:
-        """[1, length, width] of the chosen layers side by side; see `unpack` for scaled ones."""
-        columns = [_columns(row, layers) for _places, row, layers in parts]
-        width = sum(column.shape[-1] for column in columns[0])
-        packed = torch.empty(1, self._length, width, dtype=columns[0][0].dtype)
-        if torch.utils.data.get_worker_info() is not None:
-            packed.share_memory_()
+    def _pack(self, name: str, parts: list[tuple[Tensor, list[Tensor]]]) -> Tensor:
+        """[1, length, width]: places of each row, its columns side by side; see `unpack`."""
+        columns = parts[0][1]
+        width = sum(column.shape[-1] for column in columns)
+        packed = self._slab(name, (1, self._length, width), columns[0].dtype)
         begin = 0
-        for (places, _row, _layers), row_columns in zip(parts, columns, strict=True):
+        for places, columns in parts:
             end = min(self._length, begin + len(places))
             if end > begin:
                 here = slice(int(places[0]), int(places[0]) + end - begin)
-                torch.cat([c[here] for c in row_columns], dim=-1, out=packed[0, begin:end])
+                torch.cat([column[here] for column in columns], dim=-1, out=packed[0, begin:end])
             begin = end
         packed[0, begin:] = 0
         return packed
+
+    def _slab(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        slabs = self._slabs[name, shape, dtype]
+        if len(slabs) == self._kept:
+            slabs.rotate(-1)
+        else:
+            slabs.append(torch.empty(shape, dtype=dtype))
+            if torch.utils.data.get_worker_info() is not None:
+                slabs[-1].share_memory_()
+        return slabs[-1]
 
 
 def _columns(row: storage.Row, layers: slice) -> list[Tensor]:
@@ -154,22 +163,44 @@ def _columns(row: storage.Row, layers: slice) -> list[Tensor]:
 
 
 def unpack(packed: Tensor, layers: int) -> Tensor:
-    """float32 [..., layers * hidden] of a packed tensor; of bytes the last 4 a layer are scales."""
+    """A new float32 [1, s, layers * hidden] of a packed tensor.
+
+    Of bytes, the last 4 a layer are its scale. The others are e4m3: moved to where float16 has
+    sign, exponent and fraction they are the same number / 256, which a CPU converts ten times as
+    fast.
+    """
     if packed.dtype != torch.uint8:
-        return packed.float()
-    scales = packed[..., -4 * layers :].contiguous().view(torch.float32)
-    states = packed[..., : -4 * layers].contiguous().view(storage.FP8).float()
-    whole: Tensor = (states.unflatten(-1, (layers, -1)) * scales[..., None]).flatten(-2)
+        return packed.to(torch.float32, copy=True)
+    shape = (*packed.shape[:-1], packed.shape[-1] - 4 * layers)
+    whole = torch.empty(shape, dtype=torch.float32, device=packed.device)
+    for block, out in zip(packed.split(BLOCK, dim=1), whole.split(BLOCK, dim=1), strict=True):
+        half = block[..., : -4 * layers].view(torch.int8).short()
+        half.bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        scales = block[..., -4 * layers :].contiguous().view(torch.float32)
+        out.copy_(half.view(torch.float16))
+        out.unflatten(-1, (layers, -1)).mul_(256 * scales[..., None])
     return whole
+
+
+def add_noise(states: Tensor, std: float) -> None:
+    """In place, what speculators' AddUniformNoise makes with four tensors more of that size."""
+    states.add_(torch.rand_like(states).sub_(0.5).mul_(2).mul_(std))
 
 
 class Batches:
     """A loader's batches on the device, as the draft head takes them; else it is that loader."""
 
-    def __init__(self, batches: DataLoader[Item], device: torch.device, noise: Any) -> None:
+    def __init__(
+        self,
+        batches: DataLoader[Item],
+        device: torch.device,
+        noise_std: float,
+        lost: Connection[Any, Any],
+    ) -> None:
         self._batches = batches
         self._device = device
-        self._noise = noise
+        self._noise_std = noise_std
+        self._lost = lost
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -178,13 +209,43 @@ class Batches:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self._batches:
+        for batch in self._handed_over():
             there = {k: v.to(self._device, non_blocking=True) for k, v in batch.items()}
             there[STATES] = unpack(there[STATES], 3)
             there[LAST] = unpack(there[LAST], 1)
-            if self._noise is not None:
-                there[STATES] = self._noise.transform(there[STATES])
+            if self._noise_std:
+                add_noise(there[STATES], self._noise_std)
             yield there
+
+    def _handed_over(self) -> Iterator[Batch]:
+        """The loader's own batches. Raises UserError where there is no place to hand them over."""
+        try:
+            yield from self._batches
+        except (OSError, RuntimeError) as error:
+            # Its semaphores lie in the shared memory too; for them it only says that it is full.
+            full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+            if not (full or self._lost.poll() or "shared memory" in str(error)):
+                raise
+            cause = self._lost.recv() if self._lost.poll() else str(error).strip().splitlines()[-1]
+            raise UserError(
+                f"a batch could not be handed to the trainer ({cause}): make space in {SHARED} and "
+                f"{tempfile.gettempdir()}, or pass --num-workers 0"
+            ) from error
+
+
+def _end_with_what_is_lost(losing: Connection[Any, Any], worker: int) -> None:
+    """In a worker: a batch that cannot be sent ends it. Its thread would go on without a word.
+
+    Both sides would wait for ever then: a batch is sent through shared memory, its descriptor
+    through a socket in the directory for temporary files, and each may be full.
+    """
+
+    def lose(error: Exception, batch: Any) -> None:
+        traceback.print_exception(error)
+        losing.send(" ".join(f"{type(error).__name__}: {error}".split()))
+        os._exit(1)
+
+    Queue._on_queue_feeder_error = staticmethod(lose)  # type: ignore[attr-defined]
 
 
 def seed_everything(seed: int) -> None:

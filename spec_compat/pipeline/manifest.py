@@ -21,6 +21,7 @@ from spec_compat.pipeline.config import RunConfig, flag, options_of, stage_of
 from spec_compat.pipeline.index import Index
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.plan import Plan
+from spec_compat.pipeline.verifier import Weights
 
 SCHEMA = 1
 # Compared by content, not by where they lie.
@@ -38,6 +39,7 @@ DEFAULTS = {
     name: field.default for name, field in RunConfig.model_fields.items() if not field.is_required()
 }
 UNASKED = {flag(name): json.dumps(default) for name, default in DEFAULTS.items()}
+REMEDY = "restore it, or choose another directory"
 # Values of an input that are too long to be shown.
 LONG = 40
 
@@ -72,6 +74,7 @@ class Manifest(BaseModel):
     created: str
     options: dict[str, Any]
     sources: dict[str, str]
+    weights: dict[str, Weights] = {}
     stages: dict[Stage, StageRecord] = {}
 
     def save(self, layout: Layout) -> None:
@@ -95,6 +98,7 @@ def begin(plan: Plan) -> Manifest:
         created=now(),
         options=plan.config.model_dump(mode="json"),
         sources=plan.sources,
+        weights=plan.weights,
     )
 
 
@@ -108,18 +112,20 @@ def find(output: Path) -> Manifest | None:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             checksum = content.pop("checksum", None)
-            manifest = Manifest.model_validate(content)
+            if checksum is not None and checksum != digest_of(content):
+                raise UserError(f"{file}: altered since it was written; {REMEDY}")
+            unknown = content.get("options", {}).keys() - RunConfig.model_fields.keys()
+            if content.get("schema_version", SCHEMA) != SCHEMA or unknown:
+                raise UserError(
+                    f"{file}: written by spec-compat {content.get('spec_compat')}, which this one"
+                    f" ({spec_compat.__version__}) cannot read; install that release, or choose"
+                    " another directory"
+                )
+            return Manifest.model_validate(content)
         except OSError as error:
             raise UserError(f"{file}: {(error.strerror or str(error)).lower()}") from None
         except (ValueError, AttributeError, TypeError):  # also what json and pydantic raise
-            raise UserError(f"{file}: not the manifest of a run") from None
-        if checksum is not None and checksum != digest_of(content):
-            raise UserError(
-                f"{file}: altered since it was written; restore it, or choose another directory"
-            )
-        if manifest.schema_version != SCHEMA:
-            raise UserError(f"{file}: written by spec-compat {manifest.spec_compat}, not readable")
-        return manifest
+            raise UserError(f"{file}: not the manifest of a run; {REMEDY}") from None
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output}: this is a file")
     if output.is_dir() and any(path.name != ".lock" for path in output.iterdir()):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline import conversations, verifier, zstd
 from spec_compat.pipeline.config import DRAFT_VOCAB_SIZE, SEQ_LENGTH, ResolvedConfig, RunConfig
 from spec_compat.pipeline.conversations import FileCheck
-from spec_compat.pipeline.verifier import HeadGeometry, Verifier
+from spec_compat.pipeline.verifier import HeadGeometry, Progress, Verifier, Weights
 
+NAME_BYTES = 100
 PRESETS = ("sharegpt", "ultrachat", "open-perfectblend")
 
 
@@ -29,12 +32,22 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be run; `checks` has an entry for every local file."""
+    """What will be run; `checks` has an entry for every local file.
+
+    `weights` are files of the verifier's whose content is known, until `read_weights` all of them.
+    """
 
     config: ResolvedConfig
     verifier: Verifier
     datasets: tuple[Dataset, ...]
     checks: dict[str, FileCheck]
+    weights: dict[str, Weights]
+
+    def read_weights(self, progress: Progress = lambda done, total: None) -> None:
+        """Read what is not known of the verifier's weights. Raises UserError."""
+        found = verifier.weights(self.config.model, self.weights, progress)
+        self.weights.clear()
+        self.weights.update(found)
 
     @property
     def bytes_per_token(self) -> int:
@@ -49,11 +62,20 @@ class Plan:
         """What the run is made from: digests of the model and of each local file."""
         digests = {f"data {d.name}": d.source for d in self.datasets if not d.is_local}
         digests |= {f"data {name}": check.sha256 for name, check in self.checks.items()}
-        return {"model": self.verifier.fingerprint, **digests}
+        return {"model": self.model, **digests}
+
+    @cached_property
+    def model(self) -> str:
+        """The verifier's digest; its weights are read for it."""
+        self.read_weights()
+        return verifier.fingerprint(self.config.model, self.weights)
 
 
-def make(config: RunConfig) -> Plan:
-    """Look at the verifier and the data, and fill in the options. Raises UserError."""
+def make(config: RunConfig, weights: Mapping[str, Weights] | None = None) -> Plan:
+    """Look at the verifier and the data, and fill in the options. Raises UserError.
+
+    `weights` are what an earlier run knew of the verifier's.
+    """
     geometry = verifier.read(config.model, config.trust_remote_code)
     directory = Path(config.model).expanduser()
     model = str(directory.resolve()) if directory.is_dir() else config.model
@@ -70,7 +92,8 @@ def make(config: RunConfig) -> Plan:
         {
             **config.model_dump(),
             "model": model,
-            "data": tuple(_source(data) for data in config.data),
+            # Whatever the order in which they are given, it is the same run.
+            "data": tuple(sorted(_source(data) for data in config.data)),
             "output": config.output.expanduser().resolve(),
             "seq_length": _fit(config.seq_length, geometry.max_length),
             "layer_ids": layer_ids,
@@ -80,7 +103,7 @@ def make(config: RunConfig) -> Plan:
     )
     datasets = name_datasets(resolved.data)
     checks = {d.name: conversations.check(Path(d.source)) for d in datasets if d.is_local}
-    return Plan(resolved, geometry, datasets, checks)
+    return Plan(resolved, geometry, datasets, checks, dict(weights or {}))
 
 
 def _head(config: RunConfig, derived: HeadGeometry) -> dict[str, int | None]:
@@ -124,8 +147,9 @@ def name_datasets(sources: tuple[str, ...]) -> tuple[Dataset, ...]:
 
 
 def _directory_name(source: str) -> str:
-    """No name leads out of the run, and none is hidden."""
-    return re.sub(r"[^\w.-]+", "_", Path(source).stem).lstrip(".") or "data"
+    """No name leads out of the run, none is hidden, and none is too long with what is added."""
+    name = re.sub(r"[^\w.-]+", "_", Path(source).stem).lstrip(".")
+    return name.encode()[:NAME_BYTES].decode(errors="ignore") or "data"
 
 
 def _source(data: str) -> str:

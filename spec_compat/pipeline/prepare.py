@@ -60,7 +60,7 @@ def run(job: Job) -> Result:
 def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str], str]:
     config, events = job.config, job.events
     # A cache of this run alone: a shared one would answer for a file that has changed since.
-    scratch = job.layout.root / "prepared" / f".cache-{dataset.name}"
+    scratch = job.layout.root / "prepared" / ".cache"  # short: its path becomes a file's name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     counts: Counter[str] = Counter()

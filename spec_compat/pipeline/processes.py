@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +18,12 @@ PROC, SHARED = Path("/proc"), Path("/dev/shm")  # noqa: S108
 # Names that Python, torch and NCCL give to what they share; anything else there is somebody's file.
 NAMES = ("psm_*", "sem.mp-*", "torch_*", "nccl-*")
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP is what is left of a terminal or an ssh connection that has gone.
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WHY = {
+    signal.SIGKILL: "by hand or because memory ran out",
+    signal.SIGBUS: f"as where {SHARED} is full or a mapped file was cut",
+}
 Handlers = dict[signal.Signals, Any]
 
 
@@ -60,6 +67,21 @@ def hastened(of: set[int]) -> Iterator[None]:
         _restore(before)
     if came:
         raise KeyboardInterrupt
+
+
+def check_call(command: list[str]) -> None:
+    """As that of subprocess, but a Ctrl-C is the command's to answer: it ends as it likes to.
+
+    It would hear it from the terminal, and be killed a quarter of a second later.
+    """
+    process = subprocess.Popen(command, start_new_session=True)
+    before = _handle(lambda: process.send_signal(signal.SIGINT))
+    try:
+        code = process.wait()
+    finally:
+        _restore(before)
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def _handle(do: Callable[[], None]) -> Handlers:
@@ -125,8 +147,46 @@ def members(of: set[int]) -> Iterator[Status]:
 
 def shared_memory(of: set[int]) -> set[Path]:
     """What the processes of these groups have mapped of /dev/shm, by the names of shared memory."""
+    return _mapped(members(of))
+
+
+def note(file: Path, of: set[int]) -> None:
+    """Write down what the processes of these groups share, for when they are all killed at once."""
+    there = {}
+    for shared in shared_memory(of):
+        with suppress(FileNotFoundError):
+            there[shared.name] = shared.stat().st_ino
+    with suppress(OSError):  # as on a full disk: it is for a case that may never come
+        file.write_text(json.dumps(there))
+
+
+def give_back(file: Path) -> int:
+    """Remove what was noted, is still the same file of ours, and no living process has mapped.
+
+    Returns the bytes of it. What is in use stays noted.
+    """
+    try:
+        noted = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return 0  # none, or one that a kill has cut off
+    in_use, size, left = _mapped(living()), 0, {}
+    for name, number in noted.items():
+        shared = SHARED / Path(name).name
+        there = shared.stat() if shared.is_file() and any(map(shared.match, NAMES)) else None
+        if there is None or (there.st_ino, there.st_uid) != (number, os.getuid()):
+            continue
+        if shared in in_use:
+            left[name] = number
+            continue
+        size += there.st_size
+        shared.unlink(missing_ok=True)
+    file.write_text(json.dumps(left)) if left else file.unlink()
+    return size
+
+
+def _mapped(by: Iterable[Status]) -> set[Path]:
     found = set()
-    for process in members(of):
+    for process in by:
         try:
             lines = (process.path / "maps").read_text().splitlines()
         except OSError:
@@ -137,8 +197,9 @@ def shared_memory(of: set[int]) -> set[Path]:
 
 def killed(number: int) -> str:
     """How a process ended that a signal ended."""
-    cause = f"killed by {signal.Signals(number).name}"
-    return f"{cause}, by hand or because memory ran out" if number == signal.SIGKILL else cause
+    ended_by = signal.Signals(number)
+    cause = f"killed by {ended_by.name}"
+    return f"{cause}, {WHY[ended_by]}" if ended_by in WHY else cause
 
 
 class Children:

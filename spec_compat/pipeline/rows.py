@@ -19,11 +19,12 @@ Row = dict[str, Any]
 
 
 def bad_rows(directory: Path) -> dict[int, str]:
-    """Rows of a dataset that extraction refused, with the reason."""
+    """Rows of a dataset that extraction refused, with the reason; none in a list that is spoilt."""
     file = directory / BAD_ROWS
-    if not file.is_file():
-        return {}
-    return {int(row): reason for row, reason in json.loads(file.read_text("utf-8")).items()}
+    try:
+        return {int(row): str(why) for row, why in json.loads(file.read_text("utf-8")).items()}
+    except (FileNotFoundError, ValueError, AttributeError):
+        return {}  # they will be refused again
 
 
 class Prepared:

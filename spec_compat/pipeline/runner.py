@@ -18,8 +18,8 @@ from typing import Any
 from spec_compat.errors import SpecCompatError, UserError
 from spec_compat.pipeline import atomic, disk, processes
 from spec_compat.pipeline import manifest as manifests
-from spec_compat.pipeline.display import Display
-from spec_compat.pipeline.events import Event, channel
+from spec_compat.pipeline.display import Display, size
+from spec_compat.pipeline.events import Event, Events, channel
 from spec_compat.pipeline.gpus import Room
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest, StageRecord
@@ -45,6 +45,8 @@ TOLD = re.compile(r" ERROR [^\]\n]*\] ((?:\w+\.)*\w*(?:Error|Exception): .*)")
 RANK_KILLED = re.compile(r"Signal (\d+) \(SIG\w+\) received by PID")
 # For a stage to end by itself, and for what its processes share to be given back.
 GRACE_SECONDS, TRACKER_SECONDS = 10.0, 3.0
+# vLLM shares hundreds of megabytes as long as it lives; the others what is gone in a moment.
+NOTE_SECONDS = 10.0
 
 
 class StageFailed(SpecCompatError):  # noqa: N818
@@ -71,25 +73,38 @@ def run(
     try:
         return _run(plan, display, first, last)
     except OSError as error:
-        if line := disk.fault(error, plan.config.output):
-            raise UserError(f"--output {line}") from error
+        if fault := disk.fault(error, plan.config.output):
+            raise UserError(f"--output {fault}") from error
         raise
 
 
 def _run(plan: Plan, display: Display, first: Stage | None, last: Stage | None) -> Manifest:
     layout = Layout(plan.config.output)
     stages = selected(first, last)
+    _read_weights(plan, display)
     _earlier(plan, layout, stages, first)  # once before the lock, which makes the directory
     room = Room(plan.config, lambda text: display.event({"event": "note", "text": text}))
     with manifests.locked(layout) as lock, room:
+        if left := processes.give_back(layout.shared):
+            Shown(display).note(f"gave back {size(left)} of memory that a killed run had left")
         earlier = _earlier(plan, layout, stages, first)
         manifest = earlier or manifests.begin(plan)
         manifest.options = plan.config.model_dump(mode="json")
-        manifest.sources = plan.sources
-        manifest.save(layout)
+        manifest.sources, manifest.weights = plan.sources, plan.weights
+        _save(manifest, plan, layout, display)
         for stage in stages:
             _run_stage(stage, plan, manifest, layout, display, room, lock)
     return manifest
+
+
+def _read_weights(plan: Plan, display: Display) -> None:
+    shown = Shown(display)
+
+    def progress(done: int, total: int) -> None:
+        shown.progress(done, note=f"of {total} files")
+
+    shown.doing("reading the verifier's weights, to tell when they change")
+    plan.read_weights(progress)
 
 
 def _earlier(
@@ -130,11 +145,11 @@ def _run_stage(
     digest = before.digest if before is not None else ""
     record = StageRecord(inputs=inputs, started=manifests.now(), digest=digest)
     manifest.stages[stage] = record
-    manifest.save(layout)
+    _save(manifest, plan, layout, display)
     display.start(stage)
     room.make(stage)
     begun = time.monotonic()
-    for name, value in _process(stage, plan, layout, display, lock).items():
+    for name, value in _with_space(stage, plan, layout, display, lock).items():
         setattr(record, name, value)
     stamps = {name: atomic.Stamp.of(layout.root / name) for name in record.outputs}
     record.stamps = {name: stamp for name, stamp in stamps.items() if stamp is not None}
@@ -147,8 +162,39 @@ def _run_stage(
         there = manifest.stages.get(later)
         if there is not None and there.inputs != manifests.inputs(manifest, plan, later):
             there.finished = None
-    manifest.save(layout)
+    _save(manifest, plan, layout, display)
     display.done(stage, record)
+
+
+def _save(manifest: Manifest, plan: Plan, layout: Layout, display: Display) -> None:
+    pause = plan.config.on_full_disk == "pause"
+    disk.wait_for(layout.root, disk.FULL // 4, pause, Shown(display))
+    manifest.save(layout)
+
+
+def _with_space(
+    stage: Stage, plan: Plan, layout: Layout, display: Display, lock: int
+) -> dict[str, Any]:
+    """The record of a stage that is begun again when the disk was full and is not any more."""
+    while True:
+        try:
+            return _process(stage, plan, layout, display, lock)
+        except disk.Full as full:
+            if plan.config.on_full_disk == "stop":
+                raise
+            free = shutil.disk_usage(full.place).free
+            disk.wait_for(full.place, free + disk.MORE, True, Shown(display))
+
+
+class Shown(Events):
+    """What the runner itself has to tell, on the display."""
+
+    def __init__(self, display: Display) -> None:
+        super().__init__()
+        self._display = display
+
+    def _send(self, **event: Any) -> None:
+        self._display.event(event)
 
 
 def _process(
@@ -160,6 +206,7 @@ def _process(
     reports.mkdir(parents=True)
     record: dict[str, Any] = {}
     failures: list[Event] = []
+    due = 0.0
 
     def receive(event: Event) -> None:
         if event["event"] == "result":
@@ -181,10 +228,16 @@ def _process(
             start_new_session=True,
             pass_fds=(lock,),  # no other run begins before the last process of this one is gone
         )
-        with _ended(process):
-            while process.poll() is None:
-                _forward(events.receive(0.2), receive)
-            _forward(events.receive(0), receive)
+        try:
+            with _ended(process):
+                while process.poll() is None:
+                    _forward(events.receive(0.2), receive)
+                    if stage == "extract" and time.monotonic() > due:
+                        processes.note(layout.shared, processes.groups(process.pid))
+                        due = time.monotonic() + NOTE_SECONDS
+                _forward(events.receive(0), receive)
+        finally:
+            processes.give_back(layout.shared)
     if not _is_there(lock, layout):  # what is not there is made anew by libraries, in silence
         raise UserError(f"--output {layout.root}: the directory is gone")
     if process.returncode == 0 and record:
@@ -236,6 +289,8 @@ def _failure(
 ) -> SpecCompatError:
     # With several ranks the first to fail is the cause, the others follow it.
     failure = failures[0] if failures else None
+    if failure is not None and failure["kind"] == "full":
+        return disk.Full(failure["text"], Path(failure["place"]))
     if failure is not None and failure["kind"] == "user":
         return UserError(failure["text"])
     log = _end(layout.log(stage))

@@ -81,15 +81,16 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _log_trace()
         return 128 + signal.SIGTERM
-    except UserError as error:
-        events.failed("user", str(error))
-        _log_trace()
-        return 2
     except Exception as error:
-        line = disk.fault(error, options.directory)
-        events.failed(*("user", line) if line else ("crash", _one_line(error, children.signal)))
         _log_trace()
-        return 2 if line else 1
+        known = error if isinstance(error, UserError) else disk.fault(error, options.directory)
+        if isinstance(known, disk.Full):
+            events.failed("full", str(known), known.place)
+        elif known is not None:
+            events.failed("user", str(known))
+        else:
+            events.failed("crash", _one_line(error, children.signal))
+        return 1 if known is None else 2
     if int(os.environ.get("RANK", "0")) == 0:
         events.result(
             digest=result.digest, counts=result.counts, outputs=result.outputs, bytes=result.bytes

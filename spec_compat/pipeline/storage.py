@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -152,12 +153,13 @@ def load(file: Path) -> Row:
     """The row of this `data_{i}.pt`, mapped into memory; from a shard where it is in one.
 
     A row is input_ids and loss_mask int64 [s], hidden_states: tensors [s, hidden] by depth, and
-    with fp8 scales: tensors float32 [s]. Raises OSError when it is nowhere.
+    with fp8 scales: tensors float32 [s]. Raises OSError when it is nowhere, and
+    SafetensorError when its shard is cut.
     """
-    if file.is_file():
-        row: Row = torch.load(file, mmap=True, weights_only=True)
-        return row
-    return _from_shard(_opened(holder(file)), str(_number(file)))
+    if (shard := holder(file)) != file:  # whatever lies beside it under the name of the row
+        return _from_shard(_open(shard, shard.stat().st_mtime_ns), str(_number(file)))
+    row: Row = torch.load(file, mmap=True, weights_only=True)
+    return row
 
 
 def holder(file: Path) -> Path:
@@ -187,17 +189,6 @@ def index(directory: Path) -> dict[str, str]:
         return {}
     rows: dict[str, str] = json.loads(file.read_text("utf-8"))["rows"]
     return rows
-
-
-def shard_rows(file: Path) -> dict[int, Row]:
-    """The rows of a shard, by number. Raises OSError or ValueError when it is not whole."""
-    shard = _opened(file)
-    numbers = {name.split(".")[0] for name in shard.keys()}  # noqa: SIM118
-    return {int(number): _from_shard(shard, number) for number in numbers}
-
-
-def _opened(shard: Path) -> Any:
-    return _open(shard, shard.stat().st_mtime_ns)
 
 
 @lru_cache(OPEN_SHARDS)
@@ -232,7 +223,7 @@ def _compressed(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
             continue
         dtype = DTYPES[tensor.dtype]
         planes = tensor.view(torch.uint8).unflatten(-1, (-1, tensor.itemsize)).unbind(-1)
-        frame = zstd.compress(plane.contiguous().numpy() for plane in planes)
+        frame = zstd.compress((plane.contiguous().numpy() for plane in planes), tensor.nbytes)
         found[name] = torch.frombuffer(frame, dtype=torch.uint8)
     # What is aligned to eight bytes comes first, frames have any length.
     ordered = sorted(found.items(), key=lambda item: item[1].dtype == torch.uint8)
@@ -242,9 +233,12 @@ def _compressed(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 def _whole(frame: Tensor, dtype: str, tokens: int) -> Tensor:
     """States [tokens, hidden] of this frame."""
     kind = next(torch_dtype for torch_dtype, name in DTYPES.items() if name == dtype)
-    planes = torch.frombuffer(zstd.decompress(frame.numpy()), dtype=torch.uint8)
-    planes = planes.view(kind.itemsize, tokens, -1)
-    return planes.movedim(0, -1).flatten(-2).contiguous().view(kind)
+    planes = np.frombuffer(zstd.decompress(frame.numpy()), np.uint8)
+    planes = planes.reshape(kind.itemsize, tokens, -1)
+    whole = np.empty((*planes.shape[1:], kind.itemsize), np.uint8)
+    for place, plane in enumerate(planes):
+        whole[..., place] = plane
+    return torch.from_numpy(whole).flatten(-2).view(kind)
 
 
 class _Hashed:

@@ -15,7 +15,6 @@ import torch
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from speculators.train.noise_transforms import AddUniformNoise
 from speculators.train.trainer import Trainer, TrainerConfig
 from speculators.train.utils import maybe_destroy_distributed, maybe_setup_distributed
 from transformers import LlamaConfig
@@ -63,10 +62,8 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     model = draft_head(job)
     if rank == 0:
         targets.check(model, verifier, _last_states(train.files[:CHECKED_ROWS]))
-    train_loader = loader(
-        job, train, total_seq_len, world_size, rank, AddUniformNoise(config.noise_std)
-    )
-    validation_loader = loader(job, validation, total_seq_len, world_size, rank, None)
+    train_loader = loader(job, train, total_seq_len, world_size, rank, config.noise_std)
+    validation_loader = loader(job, validation, total_seq_len, world_size, rank, 0)
     metrics = Metrics(job.events if rank == 0 else Events(), layout, first_epoch)
     metrics.plan(config.epochs, len(train_loader), sum(train.lengths))
     call = {"ttt_steps": config.ttt_steps, "ttt_step_loss_decay": config.ttt_step_loss_decay}
@@ -86,6 +83,7 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
         validation_loader,
     )
     if rank == 0:
+        checkpoints.note_other_ranks(layout.checkpoints, first_epoch, world_size, job.events)
         pause = config.on_full_disk == "pause"
         checkpoints.wait_for_space(trainer, layout.root, pause, job.events)
         logging.getLogger("speculators.metrics").addHandler(metrics)
@@ -109,7 +107,7 @@ def split(job: Job, world_size: int) -> tuple[Rows, Rows]:
     if len(rows) < 2 * world_size:
         raise UserError(
             f"{len(rows)} rows are too few: {world_size} to train on and {world_size} to validate "
-            "with are the least"
+            "with are the least; give more --data"
         )
     random.Random(job.config.seed).shuffle(rows)  # noqa: S311
     kept = round(len(rows) * job.config.val_ratio)

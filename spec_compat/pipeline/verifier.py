@@ -5,16 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spec_compat.errors import UserError
+from spec_compat.pipeline import atomic
 
+# Files read so far, and files to read.
+Progress = Callable[[int, int], None]
+COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-FINGERPRINT_BYTES = 1 << 20
 INDEX = "model.safetensors.index.json"
+# What decides, beside the weights and config.json, what a verifier computes.
+CODE = ("configuration_*.py", "modeling_*.py", "*quant*_config.json", INDEX)
+READERS = 8
 # vLLM multiplies the context by the factor of every other kind of RoPE scaling.
 UNSCALED_ROPE = ("su", "longrope", "llama3")
 # Where a model names classes of its own, in files beside it.
@@ -42,6 +49,33 @@ class HeadGeometry:
     intermediate_size: int | None = None
 
 
+class Weights(NamedTuple):
+    """A file of weights: its SHA-256, and what the file system said of it when that was taken.
+
+    The time of the last change of any kind, unlike that of the content, cannot be set back.
+    """
+
+    bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    sha256: str
+
+    @classmethod
+    def of(cls, file: Path) -> Weights:
+        """Read it. Raises UserError when it cannot be."""
+        try:
+            there = file.stat()
+            digest = atomic.sha256(file)
+        except OSError as error:
+            raise UserError(f"--model {file}: {(error.strerror or str(error)).lower()}") from None
+        return cls(there.st_size, there.st_mtime_ns, there.st_ctime_ns, digest)
+
+    def is_of(self, file: Path) -> bool:
+        """Whether the file is as it was."""
+        there = file.stat()
+        return self[:3] == (there.st_size, there.st_mtime_ns, there.st_ctime_ns)
+
+
 @dataclass(frozen=True)
 class Verifier:
     """Geometry of the language model; `max_length` is the context in tokens, None without limit.
@@ -54,7 +88,6 @@ class Verifier:
     vocab_size: int
     max_length: int | None
     architectures: tuple[str, ...]
-    fingerprint: str
     head: HeadGeometry = field(default_factory=HeadGeometry)
 
     @property
@@ -85,7 +118,6 @@ def read(model: str, trust_remote_code: bool = False) -> Verifier:
         vocab_size=text["vocab_size"],
         max_length=_max_length(text, directory / "tokenizer_config.json"),
         architectures=tuple(config.get("architectures") or ()),
-        fingerprint=_fingerprint(config_file),
         head=_head_geometry(text),
     )
 
@@ -137,6 +169,53 @@ def read_config(model: str) -> dict[str, Any]:
 def directory(model: str) -> Path:
     """Where the verifier's files are: --model, or the commit of a download."""
     return _config_file(model).parent
+
+
+def commit(directory: Path) -> str:
+    """The commit that a directory of the hub's cache holds; empty for any other directory."""
+    cached = directory.parent.name == "snapshots" and directory.parents[1].name.startswith("models")
+    return directory.name if cached and COMMIT.fullmatch(directory.name) else ""
+
+
+def weights(
+    model: str, known: Mapping[str, Weights], progress: Progress = lambda done, total: None
+) -> dict[str, Weights]:
+    """The files of a local verifier's weights by name; those not `known` as they are now are read.
+
+    A download of the hub has none: it is known by its commit, and its weights may come only later.
+    Raises UserError for a file that cannot be read.
+    """
+    place = directory(model)
+    if commit(place):
+        return {}
+    files = _weight_files(place)
+    found = {f.name: known[f.name] for f in files if f.name in known and known[f.name].is_of(f)}
+    unread = [file for file in files if file.name not in found]
+    with ThreadPoolExecutor(READERS) as readers:
+        for done, now in enumerate(readers.map(Weights.of, unread)):
+            found[unread[done].name] = now
+            progress(done + 1, len(unread))
+    return found
+
+
+def _weight_files(place: Path) -> list[Path]:
+    """Those that the index names, where there is one: the same weights may lie there once more."""
+    index = place / INDEX
+    named = _read_json(index).get("weight_map", {}).values() if index.is_file() else ()
+    return sorted(place / name for name in set(named)) or sorted(place.glob("*.safetensors"))
+
+
+def fingerprint(model: str, of: Mapping[str, Weights]) -> str:
+    """Digest of what a verifier computes: config, weights and code, wherever its files lie."""
+    place = directory(model)
+    if known := commit(place):
+        return known
+    digest = hashlib.sha256((place / "config.json").read_bytes())
+    for file in sorted({file for pattern in CODE for file in place.glob(pattern)}):
+        digest.update(f"{file.name} {atomic.sha256(file)}\n".encode())
+    for name in sorted(of):
+        digest.update(f"{name} {of[name].sha256}\n".encode())
+    return digest.hexdigest()
 
 
 def weight_bytes(model: str) -> int:
@@ -318,22 +397,6 @@ def _max_length(text: Mapping[str, Any], tokenizer_config: Path) -> int | None:
             limit = rope.get("original_max_position_embeddings", limit)
         limit = int(limit * rope["factor"])
     return limit
-
-
-def _fingerprint(config_file: Path) -> str:
-    """Digest of the config and of both ends of every weight file beside it.
-
-    Reading all weights would take minutes; their ends tell two trainings of a model apart.
-    """
-    digest = hashlib.sha256(config_file.read_bytes())
-    for file in sorted(config_file.parent.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(FINGERPRINT_BYTES))
-            stream.seek(max(0, size - FINGERPRINT_BYTES))
-            digest.update(stream.read())
-    return digest.hexdigest()
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -15,13 +15,14 @@ def available() -> bool:
     return _name() is not None
 
 
-def compress(parts: Iterable[Any]) -> bytearray:
-    """One frame of these buffers, one after the other."""
+def compress(parts: Iterable[Any], size: int) -> bytearray:
+    """One frame of these buffers, one after the other, `size` bytes in all."""
     module = import_module(_name() or PACKAGE)
     if module.__name__ == PACKAGE:
-        stream = module.ZstdCompressor(level=LEVEL).compressobj()
+        stream = module.ZstdCompressor(level=LEVEL).compressobj(size)
     else:
         stream = module.ZstdCompressor(level=LEVEL)
+        stream.set_pledged_input_size(size)
     frame = bytearray()
     for part in parts:
         frame += stream.compress(part)
@@ -29,11 +30,11 @@ def compress(parts: Iterable[Any]) -> bytearray:
     return frame
 
 
-def decompress(frame: Any) -> bytearray:
+def decompress(frame: Any) -> bytes:
     module = import_module(_name() or PACKAGE)
     if module.__name__ == PACKAGE:
-        return bytearray(module.ZstdDecompressor().decompressobj().decompress(frame))
-    return bytearray(module.decompress(frame))
+        return bytes(module.ZstdDecompressor().decompress(frame))
+    return bytes(module.decompress(frame))
 
 
 def _name() -> str | None:

@@ -50,8 +50,9 @@ def test_a_patch_is_needed_wherever_its_range_says_so(speculators: str, vllm: st
 
 def test_every_patch_of_speculators_is_met_somewhere() -> None:
     met = {patch_id for s, v in PAIRS for patch_id in pair(s, v).nominated}
-    patches = registry.patches()
-    assert met == {patch.id for patch in patches if patch.module.startswith("speculators")}
+    ours = [patch for patch in registry.patches() if patch.module.startswith("speculators")]
+    # Of transformers there is no snapshot.
+    assert met == {patch.id for patch in ours if "transformers" not in patch.when}
 
 
 def test_no_module_of_the_snapshots_stays_behind() -> None:

@@ -92,10 +92,12 @@ CLAIMS: dict[tuple[str, str], Holds] = {
     ("serve/kimi-k25-eagle3", "0.18.0"): serves("KimiK25ForConditionalGeneration"),
     ("extract/warm-up", "0.27.0"): lambda taken: not fact("initialize_from_config warms up")(taken),
 }
-# Named for another reason: the release that speculators copied from, the last one before a change.
+# Named for another reason: the release that speculators copied from, the last one before a change,
+# the one that was run.
 NAMED = {
     ("extract/capture", "0.11.0"),
     ("extract/hashing", "0.11.0"),
+    ("extract/model-runner", "0.20.2"),
     ("extract/preload", "0.18.0"),
     ("extract/preload", "0.18.1"),
     ("extract/preload", "0.19.0"),

@@ -67,9 +67,10 @@ GONE_SECONDS = 20.0
 
 
 class Quiet:
-    """A display that shows nothing and keeps which stages were done again."""
+    """A display that keeps which stages were done again, and writes down notes as they come."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
         self.skips: list[str] = []
         self.lines: list[str] = []
 
@@ -82,6 +83,7 @@ class Quiet:
     def event(self, event: dict[str, Any]) -> None:
         if event["event"] == "note":
             self.lines.append(event["text"])
+            self.notes.write_text("\n".join(self.lines))
 
     def start(self, stage: str) -> None:
         pass
@@ -128,8 +130,8 @@ class Lab:
         """
         # Not beside the run, whose disk may be full.
         groups, answer = (self.directory / f"{run.name}.{part}" for part in ("groups", "answer"))
-        groups.unlink(missing_ok=True)
-        answer.unlink(missing_ok=True)
+        for file in (groups, answer, self.notes(run)):
+            file.unlink(missing_ok=True)
         pid = os.fork()
         if pid == 0:
             self._run(run, faults or Faults(run), groups, answer)
@@ -145,8 +147,12 @@ class Lab:
         wait_until_gone(groups)
         return os.waitstatus_to_exitcode(status), shown, shown["error"]
 
+    def notes(self, run: Path) -> Path:
+        """What a run says while it runs."""
+        return self.directory / f"{run.name}.notes"
+
     def _run(self, run: Path, faults: Faults, groups: Path, answer: Path) -> None:
-        code, display, error = 70, Quiet(), ""
+        code, display, error = 70, Quiet(self.notes(run)), ""
         try:
             runner.subprocess = Stages(faults, groups)  # type: ignore[attr-defined]
             try:

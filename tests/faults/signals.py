@@ -136,6 +136,12 @@ def sigterm(process: subprocess.Popen[str], run: Run) -> str:
     return stopped(process, SECONDS)
 
 
+def sighup(process: subprocess.Popen[str], run: Run) -> str:
+    """What a run hears when its terminal, or the connection to it, is gone."""
+    process.send_signal(signal.SIGHUP)
+    return stopped(process, SECONDS)
+
+
 def stopped(process: subprocess.Popen[str], seconds: float) -> str:
     _, said = process.communicate(timeout=seconds)
     ok = (process.returncode, said) == (

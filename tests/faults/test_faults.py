@@ -29,6 +29,7 @@ from tests.faults.signals import (
     kill_runner,
     kill_stage,
     kill_worker,
+    sighup,
     sigint,
     sigterm,
 )
@@ -52,6 +53,7 @@ STRUCK: tuple[tuple[Stage, Callable[[Run], bool], Callable[..., str], bool], ...
     ("extract", has_worker, kill_worker, True),
     ("extract", has_worker, kill_stage, False),
     ("extract", has_worker, sigterm, False),
+    ("extract", has_worker, sighup, False),
     ("map", begun, sigterm, False),
     ("train", begun, kill_runner, True),
     ("train", has_trained, ctrl_c, True),

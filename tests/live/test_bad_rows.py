@@ -45,3 +45,11 @@ def test_more_bad_rows_than_allowed_stop_the_run(store: extract.Store) -> None:
     store.refuse({1: REASON}, allowed=1)
     with pytest.raises(RuntimeError, match="2 rows failed, --max-bad-rows is 1"):
         store.refuse({2: REASON}, allowed=1)
+
+
+@pytest.mark.parametrize("spoilt", ["", '{"2": "its last', "[]", '{"x": 1}'])
+def test_of_a_list_that_is_spoilt_all_rows_are_tried_again(
+    spoilt: str, store: extract.Store
+) -> None:
+    (store.directory / BAD_ROWS).write_text(spoilt)
+    assert extract.Store(store.directory, store.prepared, RowFiles()).missing() == [0, 1, 2, 3]

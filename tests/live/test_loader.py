@@ -1,15 +1,21 @@
 """The loader's batches are those of speculators' own dataset, from every storage."""
 
+import signal
+import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import spec_compat  # noqa: F401
-from spec_compat.pipeline import loader, storage
+from spec_compat.errors import UserError
+from spec_compat.pipeline import loader, room, storage
 from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
+from speculators.train.noise_transforms import AddUniformNoise
 
 pytestmark = [pytest.mark.live]
 
@@ -40,13 +46,13 @@ def write(directory: Path, kind: storage.RowFiles) -> list[Path]:
 
 def batches(files: list[Path], workers: int = 0) -> list[dict[str, Any]]:
     job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=workers, seed=0))
-    return list(loader.loader(job, loader.Rows(files, LENGTHS), LENGTH, 1, 0, None))
+    return list(loader.loader(job, loader.Rows(files, LENGTHS), LENGTH, 1, 0, 0))
 
 
 def theirs(files: list[Path]) -> list[dict[str, Any]]:
     dataset = Eagle3SampleFileDataset(LENGTH, file_list=[str(file) for file in files])
     job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=0, seed=0))
-    ours = loader.loader(job, loader.Rows(files, LENGTHS), LENGTH, 1, 0, None)
+    ours = loader.loader(job, loader.Rows(files, LENGTHS), LENGTH, 1, 0, 0)
     collate = create_collate_fn(LENGTH)
     return [collate([dataset[row] for row in rows]) for rows in ours.batch_sampler]
 
@@ -67,6 +73,66 @@ def test_batches_are_those_of_speculators_dataset(workers: int, files: list[Path
             assert torch.equal(mine[name], tensor), name
 
 
+def test_batches_of_float32_rows_stay_what_they_are_too(files: list[Path], tmp_path: Path) -> None:
+    single = [tmp_path / file.name for file in files]
+    for file, copy in zip(files, single, strict=True):
+        row = storage.load(file)
+        torch.save({**row, "hidden_states": [s.float() for s in row["hidden_states"]]}, copy)
+    for mine, reference in zip(batches(single), batches(files), strict=True):
+        assert all(torch.equal(mine[name], reference[name]) for name in STATES)
+
+
+def test_a_batch_stays_what_it_is_while_it_is_in_use(files: list[Path]) -> None:
+    """Workers write into memory that earlier batches had: a slow trainer must not see it."""
+    many = loader.Rows(files * 12, LENGTHS * 12)
+    job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=1, seed=0))
+    alone: Any = SimpleNamespace(config=SimpleNamespace(num_workers=0, seed=0))
+    expected = list(loader.loader(alone, many, LENGTH, 1, 0, 0))
+    found = loader.loader(job, many, LENGTH, 1, 0, 0)
+    for batch, reference in zip(iter(found._batches), expected, strict=True):
+        time.sleep(0.02)  # as long as the worker takes to make all that it may
+        for name, layers in zip(STATES, (LAYERS - 1, 1), strict=True):
+            assert torch.equal(loader.unpack(batch[name], layers), reference[name])
+    assert len(expected) > 4 * room.MAX_PREFETCH
+
+
+def test_a_batch_that_cannot_be_handed_over_ends_it_in_one_line(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the socket for it cannot be made, both sides waited for ever."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for ever"))
+    signal.alarm(60)
+    try:
+        with pytest.raises(UserError, match=r"FileNotFoundError.*make space in /dev/shm and") as it:
+            batches(files, 1)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert "\n" not in str(it.value)
+
+
+def test_where_there_is_no_shared_memory_it_says_so(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch says it in a /dev/shm of 100 kB."""
+
+    def share_memory_(tensor: torch.Tensor) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: Success (0)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", share_memory_)
+    with pytest.raises(UserError, match=r"\(RuntimeError: unable to .*make space in /dev/shm and"):
+        batches(files, 1)
+
+
+def test_a_file_beside_a_shard_is_not_read_for_a_row_of_it(tmp_path: Path) -> None:
+    """A `data_{i}.pt` of somebody else, or of a run in another storage."""
+    files = write(tmp_path / "shards", storage.Shards())
+    other = write(tmp_path / "rows", storage.RowFiles())[0]
+    files[1].write_bytes(other.read_bytes())
+    assert len(storage.load(files[1])["input_ids"]) == LENGTHS[1] != LENGTHS[0]
+
+
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize(("fp8", "tolerance"), [(False, 0.0), (True, 0.04)])
 def test_shards_give_the_same_batches(
@@ -81,25 +147,34 @@ def test_shards_give_the_same_batches(
                 assert torch.equal(mine[name], tensor), name
 
 
-def test_noise_is_added_where_the_head_is_and_to_its_input_alone(files: list[Path]) -> None:
-    class Noise:
-        def transform(self, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor + 1
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_shard_that_is_cut_is_refused(compressed: bool, tmp_path: Path) -> None:
+    """What is mapped and not there would kill the process that reads it."""
+    sharded = write(tmp_path / "shards", storage.Shards(compressed=compressed))
+    shard = storage.holder(sharded[0])
+    whole = shard.read_bytes()
+    for end in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        shard.write_bytes(whole[:end])
+        with pytest.raises(SafetensorError):
+            storage.load(sharded[0])
 
+
+def test_every_number_of_fp8_is_decoded_as_torch_does() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    finite = codes[codes.view(storage.FP8).float().isfinite()]
+    scale = torch.tensor([3.7e-3])
+    packed = torch.cat([finite, scale.view(torch.uint8)]).repeat(1, loader.BLOCK + 3, 1)
+    expected = finite.view(storage.FP8).float() * scale
+    assert len(finite) == 254
+    assert torch.equal(loader.unpack(packed, 1), expected.expand(1, loader.BLOCK + 3, -1))
+
+
+def test_noise_is_that_of_speculators_and_on_the_head_s_input_alone(files: list[Path]) -> None:
     job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=0, seed=0))
-    noisy = loader.loader(job, loader.Rows(files, LENGTHS), LENGTH, 1, 0, Noise())
-    for mine, reference in zip(noisy, batches(files), strict=True):
-        assert torch.equal(mine[STATES[0]], reference[STATES[0]] + 1)
-        assert torch.equal(mine[STATES[1]], reference[STATES[1]])
-
-
-def test_batches_in_waiting_fit_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kimi's batch, 470 MB, on eight ranks: upstream's 12 workers of 4 would take 361 GB."""
-    memory = SimpleNamespace(available=64 << 30, free=64 << 30)
-    monkeypatch.setattr(loader.psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr(loader.shutil, "disk_usage", lambda _path: memory)
-    batch = 8192 * 4 * 7168 * 2
-    workers, prefetch = loader.room(batch, None, ranks=8)
-    assert 8 * workers * prefetch * 2 * batch <= 32 << 30
-    assert loader.room(1 << 20, 3, ranks=1) == (3, loader.MAX_PREFETCH)
-    assert loader.room(1 << 40, None, ranks=1) == (0, 1)
+    reference = batches(files)
+    torch.manual_seed(0)
+    noisy = list(loader.loader(job, loader.Rows(files, LENGTHS), LENGTH, 1, 0, 0.05))
+    torch.manual_seed(0)
+    for mine, plain in zip(noisy, reference, strict=True):
+        assert torch.equal(mine[STATES[0]], AddUniformNoise(0.05).transform(plain[STATES[0]]))
+        assert torch.equal(mine[STATES[1]], plain[STATES[1]])

@@ -47,7 +47,7 @@ def test_every_row_is_whole_in_one_batch(job: Any) -> None:
     train, _ = split(job, 1)
     found: list[int] = []
     trained = 0
-    for batch in loader(job, train, 128, 1, 0, None):
+    for batch in loader(job, train, 128, 1, 0, 0):
         assert {tuple(batch[name].shape[:2]) for name in batch if name != "lengths"} == {(1, 128)}
         positions = batch["position_ids"][0]
         # The state of a row is its length: no row has another's.

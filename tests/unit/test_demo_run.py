@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from spec_compat.demo import answers, model
+from spec_compat.demo import STOPPED, answers, model
 from spec_compat.demo.__main__ import serving
 
 
@@ -53,3 +57,47 @@ def test_the_serve_command_survives_a_shell() -> None:
         "model": str(head),
         "num_speculative_tokens": 3,
     }
+
+
+# Says that it is there, and needs a while to end.
+STEP = """
+import sys, time
+try:
+    print("there", flush=True)
+    time.sleep(30)
+except KeyboardInterrupt:
+    time.sleep(0.6)
+    sys.exit("error: the step has stopped")
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "said"),
+    [
+        ("lambda: None", 1, "error: the step has stopped"),
+        ("lambda: print('there', flush=True) or time.sleep(30)", 130, STOPPED),
+    ],
+    ids=["in a step", "in the conversion"],
+)
+def test_ctrl_c_is_one_line_of_what_was_stopped(first: str, code: int, said: str) -> None:
+    script = f"""
+import sys, time
+from spec_compat.demo import __main__ as demo
+demo.model.verifier, demo.answers.conversations = {first}, lambda verifier: None
+demo._pipeline = lambda *options: [sys.executable, "-c", {STEP!r}]
+sys.exit(demo.guarded())
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # its group is what a terminal sends Ctrl-C to
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    while process.stdout.readline().strip() != "there":
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (code, f"{said}\n")

@@ -47,6 +47,8 @@ def test_every_shape_becomes_one(record: dict[str, Any]) -> None:
         ({"messages": ["a"]}, "not an object"),
         ({"messages": [{"content": "a"}]}, "without role"),
         ({"messages": [{"role": "user", "content": [{"image": "x"}]}]}, "other than text"),
+        ({"messages": [{"role": "assistant", "content": "cut \ud83d"}]}, "half of a character"),
+        ({"messages": TURNS, "tools": [{"name": "\ude00"}]}, "half of a character"),
     ],
 )
 def test_a_row_with_nothing_to_train_on_says_why(record: dict[str, Any], reason: str) -> None:
@@ -94,6 +96,9 @@ def test_blank_lines_and_a_byte_order_mark_are_no_fault(tmp_path: Path) -> None:
         ("d.jsonl", json.dumps(GOOD) + "\n\n\n{]\n", "d.jsonl:4", "not JSON"),
         ("d.json", "[\n" + json.dumps(GOOD) + ",\n{]\n]", "d.json:3", "not JSON"),
         ("d.json", "[1]", "d.json: row 1", "not a JSON object"),
+        ("d.jsonl", json.dumps(GOOD) + "\n" + "[" * 200_000, "d.jsonl:2", "beyond what Python"),
+        ("d.json", "[" * 200_000, "d.json", "beyond what Python reads"),
+        ("d.jsonl", '{"n": ' + "9" * 5000 + "}", "d.jsonl:1", "beyond what Python reads"),
         ("d.jsonl", "", "d.jsonl", "no usable conversation (the file is empty)"),
         ("d.jsonl", '{"text": 1}\n', "d.jsonl", "no usable conversation (1 x no list under"),
     ],

@@ -1,6 +1,7 @@
 """What is said when the disk does not take what it is given, and the pause until it does."""
 
 import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,53 @@ def test_more_than_max_disk_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_disk_says_is_one_line(number: int, says: str, tmp_path: Path) -> None:
-    line = disk.fault(OSError(number, "x", "/run/gen/data_0.pt"), tmp_path)
+    line = str(disk.fault(OSError(number, "x", "/run/gen/data_0.pt"), tmp_path))
     assert line.startswith(f"/run/gen/data_0.pt: {says}; ")
     assert "the same command goes on" in line
 
 
+@pytest.mark.parametrize("number", [errno.ENOTDIR, errno.EISDIR, errno.EEXIST])
+def test_what_lies_in_the_place_of_something_of_the_run_is_said(
+    number: int, tmp_path: Path
+) -> None:
+    line = str(disk.fault(OSError(number, "x", str(tmp_path / "gen" / "d")), tmp_path))
+    assert line.startswith(f"{tmp_path}/gen/d: {os.strerror(number).lower()}; move away")
+    assert disk.fault(OSError(number, "x", "/somewhere/else"), tmp_path) is None
+
+
 def test_other_errors_are_not_the_disks(tmp_path: Path) -> None:
-    assert disk.fault(ValueError("x"), tmp_path) == ""
-    assert disk.fault(ValueError("x"), tmp_path / "gone").endswith("the directory is gone")
+    assert disk.fault(ValueError("x"), tmp_path) is None
+    assert str(disk.fault(ValueError("x"), tmp_path / "gone")).endswith("the directory is gone")
+
+
+def test_what_crashes_where_nothing_is_free_crashes_because_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage: Any = type("Usage", (), {"free": disk.FULL - 1})
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage())
+    found = disk.fault(RuntimeError("PytorchStreamWriter failed writing file"), tmp_path)
+    assert isinstance(found, disk.Full)
+    assert str(found).startswith(f"{tmp_path}: no space left on device; ")
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "waits"),
+    [
+        (errno.ENOSPC, "gen/d/data_0.pt", True),
+        (errno.EDQUOT, "gen/d/data_0.pt", False),
+        (errno.EACCES, "gen/d/data_0.pt", False),
+        (errno.ENOSPC, "/dev/null", False),
+    ],
+)
+def test_space_in_the_run_is_waited_for_and_nothing_else(
+    number: int, name: str, waits: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "gen").mkdir()
+    found = disk.fault(OSError(number, "x", str(tmp_path / name)), tmp_path)
+    assert isinstance(found, UserError)
+    assert isinstance(found, disk.Full) == waits
+    if isinstance(found, disk.Full):
+        assert found.place == tmp_path / "gen"
 
 
 @pytest.mark.parametrize("source", ["/d/...jsonl", "/d/.hidden.jsonl", "/d/a b/../../x.json"])

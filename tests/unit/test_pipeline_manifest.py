@@ -12,6 +12,7 @@ import pytest
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic, config, fingerprints, manifest, plan
+from spec_compat.pipeline.index import Index
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest, StageRecord
 from tests.unit.pipeline_inputs import TURNS, make_data, make_verifier
@@ -145,6 +146,12 @@ def test_what_is_done_is_not_done_again(root: Path) -> None:
     assert manifest.fault(begun, made, layout, "extract") == ""
     os.utime(layout.prepared("d") / "data.arrow")
     assert manifest.fault(begun, made, layout, "prepare") is None
+
+
+def test_what_was_begun_and_not_finished_is_gone_on_with(root: Path) -> None:
+    begun, made, layout = finished(root)
+    begun.stages["prepare"].finished = None
+    assert manifest.fault(begun, made, layout, "prepare") == ""
 
 
 @pytest.mark.parametrize(
@@ -321,6 +328,19 @@ def test_an_altered_or_missing_file_is_named(root: Path) -> None:
     assert manifest.fault(begun, made, layout, "prepare") == "prepared/d/data.arrow is missing"
 
 
+def test_rows_that_the_index_has_lost_are_missed(root: Path) -> None:
+    made, layout = planned(root), Layout(root / "run")
+    layout.rows("d").mkdir(parents=True)
+    index = Index(layout.rows("d"))
+    file = layout.rows("d") / "data_0.pt"
+    file.write_text("states")
+    index.add(file.name, atomic.sha256(file), {0: 3})
+    assert manifest._altered_rows(made, layout, 1) is None
+    assert manifest._altered_rows(made, layout, 2) == "1 of 2 rows are in the index"
+    file.write_text("STATES!")
+    assert manifest._altered_rows(made, layout, 1) == "gen/d/data_0.pt: it has 7 bytes, not 6"
+
+
 def test_the_code_of_a_patch_counts_and_its_words_do_not(tmp_path: Path) -> None:
     file = tmp_path / "p.py"
     digests = []
@@ -334,6 +354,19 @@ def test_the_code_of_a_patch_counts_and_its_words_do_not(tmp_path: Path) -> None
 def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match="not the manifest of a run"):
+        manifest.find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "new", [{"schema_version": 2, "sources": []}, {"options": {"not_yet_thought_of": 1}}]
+)
+def test_a_manifest_of_a_newer_release_is_refused_by_that_release(
+    new: dict[str, Any], tmp_path: Path
+) -> None:
+    content = {"schema_version": 1, "spec_compat": "9.9", "options": {}, **new}
+    content["checksum"] = manifest.digest_of(content)
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"written by spec-compat 9\.9, which .* cannot read"):
         manifest.find(tmp_path)
 
 
@@ -395,6 +428,23 @@ def test_a_stage_is_cleared_without_touching_the_others(tmp_path: Path) -> None:
     assert not layout.metrics.exists()
     assert layout.gen.exists()
     assert layout.head.exists()
+
+
+@pytest.mark.parametrize("stage", ["extract", "map", "train", "export"])
+def test_what_was_put_on_another_disk_stays_there(stage: Stage, tmp_path: Path) -> None:
+    layout = Layout(tmp_path / "run")
+    place, elsewhere = layout.outputs(stage)[0], tmp_path / "elsewhere"
+    (elsewhere / "d").mkdir(parents=True)
+    (elsewhere / "file").touch()
+    place.parent.mkdir()
+    place.symlink_to(elsewhere)
+    layout.clear(stage)
+    assert place.is_symlink()
+    assert not list(elsewhere.iterdir())
+    with atomic.replacing_directory(place) as directory:
+        (directory / "new").touch()
+    assert place.is_symlink()
+    assert [file.name for file in elsewhere.iterdir()] == ["new"]
 
 
 def test_the_manifest_is_json_for_others(root: Path) -> None:

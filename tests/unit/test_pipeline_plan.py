@@ -90,7 +90,7 @@ def test_a_wrapper_is_read_through_its_text_config(tmp_path: Path) -> None:
 
 
 def test_code_of_the_model_needs_consent(tmp_path: Path) -> None:
-    geometry = {"auto_map": {"AutoConfig": "configuration.Config"}}
+    geometry = {"model_type": "unheard-of", "auto_map": {"AutoConfig": "configuration.Config"}}
     with pytest.raises(UserError, match="--trust-remote-code"):
         planned(tmp_path, geometry)
     assert planned(tmp_path, geometry, trust_remote_code=True)
@@ -120,12 +120,21 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         verifier.read(str(model))
 
 
-def test_other_weights_are_another_model(tmp_path: Path) -> None:
+def test_a_name_leaves_room_for_what_is_added_to_it() -> None:
+    (long,) = plan.name_datasets((f"/a/{'ü' * 120}.jsonl",))
+    assert long.name == "ü" * 50
+
+
+def test_the_order_of_the_data_is_the_same_for_all(tmp_path: Path) -> None:
     model = make_verifier(tmp_path / "model")
-    before = verifier.read(str(model)).fingerprint
-    assert verifier.read(str(model)).fingerprint == before
-    (model / "model.safetensors").write_bytes(b"WEIGHTS")
-    assert verifier.read(str(model)).fingerprint != before
+    files = [make_data(tmp_path / name, rows) for rows, name in enumerate("cab", start=1)]
+    files = [file.rename(file.with_suffix(".jsonl")) for file in files]
+    given = {"model": str(model), "output": tmp_path / "run"}
+    orders = (files, files[::-1])
+    one, other = (
+        plan.make(config.load({**given, "data": list(map(str, order))})) for order in orders
+    )
+    assert one == other
 
 
 def test_datasets_of_one_name_get_different_directories() -> None:

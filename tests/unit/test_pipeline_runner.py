@@ -1,12 +1,18 @@
 """What the runner decides before it starts a process: stages, environment, devices."""
 
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import runner
+from spec_compat.pipeline import config, display, plan, runner
+from spec_compat.pipeline.display import Display
 from spec_compat.pipeline.layout import Layout
+from tests.unit.pipeline_inputs import make_data, make_verifier
 
 
 @pytest.mark.parametrize(
@@ -69,6 +75,7 @@ WORKER = "(Worker pid=7) ERROR 11-30 10:09:28 [multiproc_executor.py:783] "
         ("ValueError: x", "", 1, "ValueError: x"),
         ("", "", 1, "ended with exit code 1"),
         ("", "", -15, "killed by SIGTERM"),
+        ("", "", -7, "killed by SIGBUS, as where /dev/shm is full"),
         ("", "Signal 9 (SIGKILL) received by PID 7\n", 1, "a rank was killed by SIGKILL, by hand"),
         (
             "Exception: failed in a background process. See stack trace for root cause.",
@@ -96,3 +103,52 @@ def test_no_stage_unpickles_whatever_the_user_has_set() -> None:
     environment = runner._environment(own, reports="r")
     assert environment["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
     assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in environment
+
+
+STAGE = """
+import json, os, stat
+links = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
+print(json.dumps({"lock": any(n.endswith("/.lock") for n in links)}), flush=True)
+print(json.dumps({"pipe": stat.S_ISFIFO(os.fstat(0).st_mode)}), flush=True)
+os._exit(3)
+"""
+
+
+def test_a_stage_holds_the_lock_and_hears_when_its_runner_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no second run begins beside an orphan, and no orphan stays."""
+    given = {
+        "model": str(make_verifier(tmp_path / "model")),
+        "data": [str(make_data(tmp_path / "d.jsonl"))],
+        "output": tmp_path / "run",
+    }
+    monkeypatch.setattr(runner, "command", lambda *_: [sys.executable, "-c", STAGE])
+    with pytest.raises(runner.StageFailed, match="prepare: ended with exit code 3"):
+        runner.run(plan.make(config.load(given)), Display(Console(quiet=True)), None, "prepare")
+    log = Layout(tmp_path / "run").log("prepare").read_text()
+    assert '{"lock": true}' in log
+    assert '{"pipe": true}' in log
+
+
+def test_a_run_goes_on_where_nothing_can_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output lies on the disk that is full, and it pauses for that; or the terminal is gone."""
+    with Path("/dev/full").open("w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with Display(display.console()) as shown:
+            for _ in range(1000):
+                shown.event({"event": "note", "text": "paused"})
+        with pytest.raises(OSError, match="No space left"):
+            print("paused", flush=True)
+        with suppress(OSError):
+            full.close()
+
+
+def test_what_cannot_print_says_so_in_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, "-m", "spec_compat.cli", "list"]
+        done = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+        )
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output: no space left on device\n"

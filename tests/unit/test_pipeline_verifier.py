@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +162,67 @@ def test_a_rope_theta_that_would_be_lost_is_refused(tmp_path: Path, theta: dict[
         return
     with pytest.raises(UserError, match=r"rope_theta 50000 under rope_parameters .* take 10000; w"):
         verifier.read(model)
+
+
+def large(file: Path) -> Path:
+    """Weights whose middle is far from both ends."""
+    file.write_bytes(bytes(6 << 20))
+    return file
+
+
+def alter_middle(file: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(3 << 20)
+        stream.write(b"\1")
+
+
+def identity(model: Path, known: Any = None) -> str:
+    return verifier.fingerprint(str(model), verifier.weights(str(model), known or {}))
+
+
+def test_a_weight_in_the_middle_is_another_model_whatever_the_times_say(tmp_path: Path) -> None:
+    model = make_verifier(tmp_path / "model")
+    file = large(model / "model.safetensors")
+    known, before = verifier.weights(str(model), {}), identity(model)
+    there = file.stat()
+    time.sleep(0.02)  # a time of the file system is that of the last tick of the kernel
+    alter_middle(file)
+    os.utime(file, ns=(there.st_mtime_ns, there.st_mtime_ns))
+    assert identity(model) != before
+    assert identity(model, known) != before
+
+
+def test_weights_that_stayed_are_read_once_and_elsewhere_they_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_verifier(tmp_path / "model")
+    known, before = verifier.weights(str(model), {}), identity(model)
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    assert identity(copy, known) == before
+    monkeypatch.setattr(verifier.Weights, "of", lambda file: pytest.fail(f"{file} is read"))
+    assert identity(model, known) == before
+
+
+def test_weights_that_lie_there_once_more_are_not_read(tmp_path: Path) -> None:
+    model = make_verifier(tmp_path / "model")
+    (model / "consolidated.safetensors").write_text("the same, in another form")
+    (model / verifier.INDEX).write_text('{"weight_map": {"a": "model.safetensors"}}')
+    assert verifier.weights(str(model), {}).keys() == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("name", ["modeling_x.py", "hf_quant_config.json", "more.safetensors"])
+def test_other_code_is_another_model(name: str, tmp_path: Path) -> None:
+    model = make_verifier(tmp_path / "model")
+    before = identity(model)
+    (model / name).write_text("{}")
+    assert identity(model) != before
+
+
+def test_a_download_is_its_commit_whatever_has_come_of_it_yet(tmp_path: Path) -> None:
+    commit = "0123456789" * 4
+    model = make_verifier(tmp_path / "models--a--b" / "snapshots" / commit)
+    assert identity(model) == commit
+    named_alike = make_verifier(tmp_path / "models" / "snapshots" / "step-10")
+    before = identity(named_alike)
+    (named_alike / "model.safetensors").write_text("other")
+    assert identity(named_alike) != before

@@ -30,6 +30,7 @@ RUN = {
     "unpatched": 'AssertionError: "num_gpu_blocks" > 0',
     "rows": 300,
     "error": 0.0064,
+    "length": 2.1,
     "seconds": 61.5,
     "note": "",
 }
@@ -169,7 +170,7 @@ def test_a_cell_says_what_was_run_and_what_was_not(script: ModuleType) -> None:
     ran = [{**RUN, "speculators": s, "vllm": v, "passed": s == "0.3.0"} for s, v in pairs[:2]]
     known = dataclasses.replace(KNOWN, run=(ran[0], {**ran[1], "note": "rows differ"}))
     assert [script._cell(known.pair(*names)) for names in [*pairs, ("0.3.0", "0.17.1")]] == [
-        "2026-11-30: 300 rows, 0.6 %",
+        "2026-11-30: 300 rows, 0.6 %, length 2.10",
         "fails: rows differ",
         "impossible: a fact",
         "static only",

@@ -1,0 +1,95 @@
+"""Which checkpoints of a killed run are gone on with, and what is kept of its metrics."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import spec_compat  # noqa: F401
+import speculators.train.trainer  # noqa: F401  the patch comes with it
+from spec_compat.patches.train import whole_checkpoints
+from spec_compat.pipeline import checkpoints, disk
+from spec_compat.pipeline.events import Events
+
+pytestmark = [pytest.mark.live]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Three epochs that are whole, and what a kill left of the fourth."""
+    for epoch in range(3):
+        (tmp_path / str(epoch)).mkdir()
+        for name in whole_checkpoints.FILES:
+            (tmp_path / str(epoch) / name).write_text(f"{name} of {epoch}")
+        whole_checkpoints._seal(tmp_path / str(epoch))
+    shutil.copytree(tmp_path / "2", tmp_path / ".3.part" / "3")
+    return tmp_path
+
+
+def test_what_a_kill_left_is_removed_and_nothing_else(saved: Path) -> None:
+    (saved / "notes").mkdir()
+    assert checkpoints.drop_unfinished(saved) == 3
+    assert {path.name for path in saved.iterdir()} == {"0", "1", "2", "notes"}
+
+
+@pytest.mark.parametrize("name", [*whole_checkpoints.FILES, whole_checkpoints.SUMS])
+@pytest.mark.parametrize("spoil", ["cut", "gone", "altered"])
+def test_an_epoch_with_a_file_that_is_spoilt_is_trained_again(
+    name: str, spoil: str, saved: Path
+) -> None:
+    file = saved / "1" / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2] if spoil == "cut" else whole[:5] + b"!" + whole[6:])
+    if spoil == "gone":
+        file.unlink()
+    shutil.rmtree(saved / "2")
+    assert checkpoints.drop_unfinished(saved) == 1
+    assert {path.name for path in saved.iterdir()} == {"0"}
+
+
+def test_what_was_logged_of_epochs_that_are_trained_again_goes(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    kept = [{"epoch": 0, "step": 0}, {"epoch": 0, "step": 1}]
+    lines = [json.dumps(record) for record in [*kept, {"epoch": 1, "step": 2}]]
+    file.write_text("\n".join([*lines, '{"epoch": 0, "st']))
+    assert checkpoints.kept_metrics(file, 1) == kept
+    assert [json.loads(line) for line in file.read_text().splitlines()] == kept
+
+
+def test_a_checkpoint_waits_for_space_for_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head in bfloat16, what is trained in float32, and the optimizer's two moments of it."""
+    did: list[Any] = []
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    trainer = SimpleNamespace(model=model, save_checkpoint=did.append)
+    monkeypatch.setattr(disk, "wait_for", lambda directory, needed, *_: did.append(needed))
+    checkpoints.wait_for_space(trainer, tmp_path, True, Events())
+    trainer.save_checkpoint(7)
+    assert did == [2 * (64 + 36) + 3 * 4 * 36, 7]
+
+
+class Notes(Events):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(2, 0), (1, 1)])
+def test_another_number_of_ranks_is_said(ranks: int, said: int, saved: Path) -> None:
+    for rank in range(2):
+        (saved / "2" / f"random_state_{rank}.pt").touch()
+    events = Notes()
+    checkpoints.note_other_ranks(saved, 3, ranks, events)
+    checkpoints.note_other_ranks(saved, 2, ranks, events)  # of a trainer that kept no such state
+    checkpoints.note_other_ranks(saved, 0, ranks, events)
+    assert len(events.notes) == said
+    assert all("--train-gpus 2" in note for note in events.notes)

@@ -10,7 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from spec_compat.patching import Scope, Severity
@@ -74,6 +74,14 @@ class Report:
     def problems(self) -> tuple[Outcome, ...]:
         """The required patches that are in a wrong state, in any process."""
         return tuple(outcome for outcome in self.outcomes if outcome.is_problem)
+
+    def distinct(self) -> tuple[Outcome, ...]:
+        """One of those that differ in the process alone: every epoch has loaders of its own."""
+        first = dict[Outcome, Outcome]()
+        for outcome in self.outcomes:
+            kind = outcome.role.rstrip("-0123456789")
+            first.setdefault(replace(outcome, pid=0, role=kind, time=0.0), outcome)
+        return tuple(first.values())
 
     def ok(self, scope: Scope | None = None, stage: str | None = None) -> bool:
         """Whether every required patch (of a scope, of a stage) is in place.

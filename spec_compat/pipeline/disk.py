@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline.display import size
 from spec_compat.pipeline.events import Events
+from spec_compat.pipeline.processes import SHARED
 
 # What its user can mend.
 ERRORS = (
@@ -99,6 +101,10 @@ def fault(error: BaseException, run: Path) -> UserError | None:
     if number not in ERRORS:
         return None
     said = os.strerror(number or 0).lower()
+    named = isinstance(error, OSError) and error.filename
+    if number == errno.ENOSPC and not named and shutil.disk_usage(run).free >= MORE:
+        places = f"{run}, {SHARED} or {tempfile.gettempdir()}"  # semaphores name no place
+        return UserError(f"{places}: {said}; make space there, and the same command goes on")
     line = f"{where}: {said}; what is whole is kept, and the same command goes on from there"
     if number == errno.ENOSPC and where.is_relative_to(run):
         place = next(path for path in (where, *where.parents) if path.is_dir())

@@ -49,8 +49,8 @@ class StageRecord(BaseModel):
 
     `inputs` is all that the stage depends on, `digest` that of what it made. `outputs` maps files,
     relative to the run directory, to their SHA-256, `stamps` to their size and time. `patches` has
-    the outcome of every patch in every process of the stage. `seconds` is wall time; `finished` is
-    None until it is.
+    the outcome of every patch in every kind of process of the stage. `seconds` is wall time;
+    `finished` is None until it is.
     """
 
     inputs: dict[str, str]

@@ -155,7 +155,7 @@ def _run_stage(
     record.stamps = {name: stamp for name, stamp in stamps.items() if stamp is not None}
     report = Report.merge(layout.patch_reports(stage))
     record.environment = report.environment
-    record.patches = [asdict(outcome) for outcome in report.outcomes]
+    record.patches = [asdict(outcome) for outcome in report.distinct()]
     record.seconds = round(time.monotonic() - begun, 3)
     record.finished = manifests.now()
     for later in STAGES[STAGES.index(stage) + 1 :]:

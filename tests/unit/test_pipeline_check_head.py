@@ -175,7 +175,7 @@ def test_t2d_and_d2t_are_of_one_size() -> None:
     [
         ("LlamaForCausalLM", "0.16.0", False, []),
         ("LlamaForCausalLM", "0.16.0", True, ["0.22.1 is the first that serves EAGLE-3 on a CPU"]),
-        ("LlamaForCausalLM", "0.32.0", True, []),
+        ("LlamaForCausalLM", "0.22.1", True, []),
         ("KimiK25ForConditionalGeneration", "0.16.0", False, ["0.18.0 is the first"]),
         ("KimiK25ForConditionalGeneration", "0.18.0", False, []),
         ("DeepseekV3ForCausalLM", "0.17.1", False, ["ENABLE=serve teaches it to >=0.16,<0.18"]),

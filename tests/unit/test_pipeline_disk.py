@@ -89,6 +89,20 @@ def test_what_crashes_where_nothing_is_free_crashes_because_of_it(
     assert str(found).startswith(f"{tmp_path}: no space left on device; ")
 
 
+def test_where_no_place_is_named_and_the_run_has_space_it_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A semaphore that finds no place in /dev/shm says no more than that."""
+    usage: Any = type("Usage", (), {"free": disk.MORE})
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage())
+    found = disk.fault(OSError(errno.ENOSPC, "No space left on device"), tmp_path)
+    assert not isinstance(found, disk.Full)
+    assert f"{disk.SHARED} or " in str(found)
+    usage.free -= 1
+    found = disk.fault(OSError(errno.ENOSPC, "No space left on device"), tmp_path)
+    assert isinstance(found, disk.Full)
+
+
 @pytest.mark.parametrize(
     ("number", "name", "waits"),
     [

@@ -79,6 +79,13 @@ def test_in_place_in_one_process_and_wrong_in_none() -> None:
     assert not report(here, armed, outcome("extract/a", "lost", pid=3)).ok()
 
 
+def test_processes_of_a_kind_are_kept_once_unless_something_else_differs() -> None:
+    loaders = [outcome("a", "applied", pid=n, role=f"Process-{n}", time=n) for n in (1, 2, 3)]
+    failed = outcome("a", "failed", pid=4, role="Process-4")
+    driver = outcome("a", "applied", pid=5, role="driver")
+    assert report(*loaders, failed, driver).distinct() == (loaders[0], failed, driver)
+
+
 def test_the_summary_is_one_line() -> None:
     assert report(
         outcome("extract/a", "applied"),

@@ -394,6 +394,8 @@ def main() -> None:
     parser.add_argument("releases", nargs="*", metavar="RELEASE")
     parser.add_argument("--report", nargs=2, metavar=("NEW", "OLD"))
     options = parser.parse_args()
+    if not options.releases and not options.report:
+        parser.error("name a package and its releases, or --report NEW OLD")
     known = contract.releases("vllm")
     missing = [("vllm", release) for release in options.report or () if release not in known]
     for package, release in [(options.package, name) for name in options.releases] + missing:

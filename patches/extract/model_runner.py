@@ -2,7 +2,7 @@
 
 Symptom  AttributeError: no attribute 'input_batch', in the worker extension of 0.4. Silent, in that
          of 0.3: rows are cut in the order they were handed in, and the runner had sorted them.
-Cause    Since vLLM 0.22 a second model runner is the default for ever more models on a GPU. It
+Cause    Since vLLM 0.22.0 a second model runner is the default for ever more models on a GPU. It
          orders a batch by tokens, and keeps the order elsewhere.
 Fix      VLLM_USE_V2_MODEL_RUNNER is 0 unless the user has set it, before VllmConfig reads it. With
          1, extract/capture takes the order from where the second runner has it. That was run on

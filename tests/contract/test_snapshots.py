@@ -9,6 +9,7 @@ from typing import Any
 
 import contract
 import pytest
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from spec_compat import registry, versions
@@ -98,6 +99,7 @@ NAMED = {
     ("extract/capture", "0.11.0"),
     ("extract/hashing", "0.11.0"),
     ("extract/model-runner", "0.20.2"),
+    ("extract/model-runner", "0.22.0"),  # a default that vLLM computes from the model
     ("extract/preload", "0.18.0"),
     ("extract/preload", "0.18.1"),
     ("extract/preload", "0.19.0"),
@@ -122,6 +124,16 @@ def test_every_release_in_a_docstring_is_checked_here() -> None:
         for release in re.findall(r"(?<![\d.])0\.\d\d\.\d\b", patch.doc)
     }
     assert named == {*CLAIMS, *NAMED}
+
+
+def test_where_a_range_begins_or_ends_something_began() -> None:
+    """Else a range that is too wide or too narrow by a release would be nobody's fault."""
+    said = {(patch_id, Version(release)) for patch_id, release in {*CLAIMS, *NAMED}}
+    for patch in (patch for patch in registry.patches() if not patch.opt_in):
+        for clause in SpecifierSet(patch.when.get("vllm", "")):
+            bound = Version(clause.version)
+            oldest = clause.operator == ">=" and bound == Version("0.11")
+            assert oldest or (patch.id, bound) in said, f"{patch.id}: {clause}"
 
 
 def test_what_a_patch_imports_from_vllm_is_in_a_snapshot() -> None:
@@ -176,7 +188,15 @@ def test_the_capture_finds_what_it_reads(release: str) -> None:
         "vllm.v1.outputs:ModelRunnerOutput": "req_ids sampled_token_ids",
         "vllm.v1.core.sched.scheduler:Scheduler": "running requests finished_req_ids",
         "vllm.v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_groups",
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor": "execute_model collective_rpc",
+        "vllm.v1.worker.gpu_worker:Worker": "execute_model",
     }
+    if fact("a step waits for sample_tokens")(taken):
+        reads["vllm.v1.executor.multiproc_executor:MultiprocExecutor"] += " sample_tokens"
+        reads["vllm.v1.worker.gpu_worker:Worker"] += " sample_tokens"
+    if Version(release) >= Version("0.17"):  # before it the V2 model runner is nobody's default
+        reads["vllm.v1.worker.gpu.model_runner:GPUModelRunner"] = "execute_model_state"
+        reads["vllm.v1.worker.gpu.input_batch:InputBatch"] = "req_ids"
     for path, names in reads.items():
         members = taken["symbols"][path]["members"]
         fields = re.findall(r"\w+", members["__init__"])

@@ -186,6 +186,19 @@ def test_a_recorded_run_replaces_that_of_its_pair_and_leaves_the_rest(
         script.record({"vllm": "0.16.0"}, file)
 
 
+def test_when_lines_were_run_is_written_into_their_group(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    file = tmp_path / "support.toml"
+    group = '[[install]]\nwheel = "{}"\nlines = ["pip install"]\n'
+    file.write_text("# a comment\n" + group.format("one") + group.format("two"))
+    for what in ("2026-11-29: 0.16.0 with 0.3.0", "2026-11-30: 0.16.0 with 0.3.0"):
+        script.ran(1, what, file)
+    one, two = support(file).install
+    assert one == {"wheel": "one", "lines": ["pip install"]}
+    assert two == {"ran": what, "wheel": "two", "lines": ["pip install"]}
+
+
 def test_the_tables_of_releases_are_current(script: ModuleType, tmp_path: Path) -> None:
     files = {file for file, _made in script.TABLES.values()}
     for file in files:

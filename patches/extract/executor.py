@@ -35,6 +35,8 @@ patch = Patch(
 @patch.replace("MultiprocExecutor")
 def executor(original: type[Any], module: ModuleType) -> type[Any]:
     class CapturingExecutor(original):  # type: ignore[misc]
+        max_concurrent_batches = 2  # vLLM 0.11.0 lets a step be sent ahead only then
+
         def _init_executor(self) -> None:
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
             super()._init_executor()

@@ -7,7 +7,7 @@ that is reached, as its snapshot shows, stands with the release that it does not
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -101,7 +101,13 @@ class Support:
     def installed(self, environment: Environment) -> Pair | None:
         """What is known of the two releases that are installed; None unless both are known."""
         speculators, vllm = (self.counts_as(package, environment) for package in LINES)
-        return self.pair(speculators, vllm) if speculators and vllm else None
+        if not (speculators and vllm):
+            return None
+        pair, release = self.pair(speculators, vllm), environment.releases["vllm"].version
+        if release in [Version(other) for other in self.row("vllm", vllm).get("same", ())]:
+            why = f"{pair.why}; {release} does not differ from it in anything that is reached"
+            return replace(pair, why=why)
+        return pair
 
     def check(self, environment: Environment) -> Findings:
         """What keeps the installed pair from running, and what is assumed of it; a line each."""

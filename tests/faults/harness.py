@@ -9,6 +9,7 @@ of JSON for each point, and ends with 1 if one run ended in something else.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -145,6 +146,7 @@ class Lab:
         _, status = os.waitpid(pid, 0)
         shown = json.loads(answer.read_text()) if answer.exists() else {"error": ""}
         wait_until_gone(groups)
+        wait_until_free(Layout(run).lock)
         return os.waitstatus_to_exitcode(status), shown, shown["error"]
 
     def notes(self, run: Path) -> Path:
@@ -210,6 +212,20 @@ def wait_until_gone(groups: Path) -> None:
             if time.monotonic() > deadline:
                 raise SystemExit(f"processes of the stage {group} are left")
             time.sleep(0.05)
+
+
+def wait_until_free(lock: Path) -> None:
+    """The process that tidies up after the others holds the run a moment longer than they do."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while lock.is_file():
+        with lock.open() as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise SystemExit(f"{lock} is still held") from None
+        time.sleep(0.02)
 
 
 def results(run: Path) -> dict[str, str]:

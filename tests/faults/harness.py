@@ -221,10 +221,11 @@ def wait_until_free(lock: Path) -> None:
         with lock.open() as held:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise SystemExit(f"{lock} is still held") from None
+            else:
+                return
         time.sleep(0.02)
 
 

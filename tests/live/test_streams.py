@@ -174,7 +174,7 @@ def test_a_wrapper_that_does_not_name_its_language_model_is_walked_into() -> Non
             self.vision_tower, self.language_model = Decoder(), Model(Decoder())
 
         def get_language_model(self) -> nn.Module:
-            raise NotImplementedError
+            raise NotImplementedError  # vLLM's default for a wrapper that names none
 
     wrapper = Wrapper()
     path, _, layers = find_decoder(wrapper, LAYERS)

@@ -230,10 +230,8 @@ class Engine:
             state: State = "armed" if item.applies else "failed" if item.undecided else "skipped"
             asked = item.undecided and item.reason.startswith(LINES)  # once, below
             self._record(item.patch, state, item.reason, quiet=asked)
-        if off := sorted(registry.disabled()):
-            log.warning("disabled by SPEC_COMPAT_DISABLE: %s", ", ".join(off))
-        if on := sorted(registry.enabled()):
-            log.warning("enabled by SPEC_COMPAT_ENABLE: %s", ", ".join(on))
+        for line in registry.overrides():
+            log.warning(line)
         if role() == "driver":
             known = support()
             there = [name for name in LINES if name in environment.releases]

@@ -84,6 +84,15 @@ def enabled() -> frozenset[str]:
     return frozenset(named & known.keys() | {p.id for p in known.values() if p.stage in named})
 
 
+def overrides() -> list[str]:
+    """A line for each of SPEC_COMPAT_DISABLE and SPEC_COMPAT_ENABLE that chooses patches."""
+    chosen = {
+        "disabled by SPEC_COMPAT_DISABLE": disabled(),
+        "enabled by SPEC_COMPAT_ENABLE": enabled(),
+    }
+    return [f"{how}: {', '.join(sorted(ids))}" for how, ids in chosen.items() if ids]
+
+
 def _planned(
     patch: Patch, environment: Environment, off: frozenset[str], on: frozenset[str]
 ) -> Planned:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from spec_compat import versions
+from spec_compat import registry, versions
 from spec_compat.errors import UserError
 from spec_compat.pipeline import check_head, config, display, manifest, runner
 from spec_compat.pipeline import plan as plans
@@ -35,7 +35,7 @@ def pipeline(
     console = Console() if dry_run else display.console()
     with console.status("checking the verifier and the data"):
         plan = plans.make(options, weights)
-    for warning in found.warnings:
+    for warning in [*found.warnings, *registry.overrides()]:
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
         earlier = manifest.find(plan.config.output)

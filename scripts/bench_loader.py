@@ -12,7 +12,8 @@ in turns:
   train-CASE    speculators' trainer on a new head of that width, fed by CASE
 Batches end on the device (the GPU where there is one), as the draft head takes them: float32.
 `gb_a_worker` is what a worker reads and packs in a second of its core, in GB as they are stored,
-shared memory and the way to the trainer left out.
+shared memory and the way to the trainer left out; `waited` is the seconds in which the trainer had
+no batch.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> int:
     if given.case:
         run_case(given)
     records = measure.run_cases(given)
-    columns = ("case", "rows", "tokens", "bytes_per_token", "seconds", "cpu_seconds")
+    columns = ("case", "rows", "tokens", "bytes_per_token", "seconds", "waited", "cpu_seconds")
     measure.table(records, (*columns, "tokens_per_second", "gb_a_worker", "host_mib"))
     measure.finish("loader", given, records, {**ratios(records, "seconds"), **ratios(records)})
     return any("failed" in record for record in records)
@@ -81,7 +82,7 @@ def run_case(given: argparse.Namespace) -> None:
     turns = {case: prepared(given, case, directory / case) for case in given.case.split("+")}
     for number in range(given.epochs):
         for case, (batches, epoch, size) in turns.items():
-            batches.tokens = 0
+            batches.tokens, batches.waited = 0, 0.0
             begun, cpu = time.perf_counter(), measure.cpu_seconds()
             epoch(number)
             seconds, cpu = time.perf_counter() - begun, measure.cpu_seconds() - cpu
@@ -92,6 +93,7 @@ def run_case(given: argparse.Namespace) -> None:
                 tokens=batches.tokens,
                 seconds=seconds,
                 cpu_seconds=cpu,
+                waited=batches.waited,
                 tokens_per_second=batches.tokens / seconds,
                 bytes_per_token=size / given.rows / given.length,
                 gb_a_worker=size / 1e9 / reading(batches),
@@ -123,10 +125,11 @@ def reading(batches: Counted) -> float:
 
 
 class Counted:
-    """Batches, of which the tokens are counted."""
+    """Batches, of which the tokens are counted, and the seconds until each was there."""
 
     def __init__(self, batches: Any) -> None:
         self.tokens = 0
+        self.waited = 0.0
         self._batches = batches
 
     def __getattr__(self, name: str) -> Any:
@@ -136,9 +139,12 @@ class Counted:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        asked = time.perf_counter()
         for batch in self._batches:
+            self.waited += time.perf_counter() - asked
             self.tokens += int(batch["lengths"].sum())
             yield batch
+            asked = time.perf_counter()
 
 
 def on_device(batches: Counted) -> Callable[[int], None]:

@@ -106,10 +106,14 @@ def check_head(
         Path | None,
         typer.Option(help="A question a line (default: rows that the run held out, or a few)."),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="With --serve: run the verifier's own code, as its run does.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Check a head against its config, its verifier and vLLM; exit code 4 if it is not sound."""
-    _guarded(lambda: check.head(directory, serve, python, prompts, as_json=json))
+    options = {"trust_remote_code": True} if trust_remote_code else {}
+    _guarded(lambda: check.head(directory, serve, python, prompts, options, as_json=json))
 
 
 @app.command()

@@ -21,9 +21,17 @@ FOUND = 4  # exit code: what was asked about is there, and is not sound
 
 
 def head(
-    directory: Path, with_vllm: bool, python: Path | None, prompts: Path | None, as_json: bool
+    directory: Path,
+    with_vllm: bool,
+    python: Path | None,
+    prompts: Path | None,
+    options: dict[str, Any],
+    as_json: bool,
 ) -> int:
-    """Check a head, and serve it if asked to; 4 when there are problems, else 0."""
+    """Check a head, and serve it if asked to; 4 when there are problems, else 0.
+
+    `options` are vLLM's, over those of the run that the head comes from.
+    """
     found, problems = check_head.check(directory)
     content: dict[str, Any] = {"head": str(directory), "problems": problems}
     interpreter = python or Path(sys.executable)
@@ -35,7 +43,7 @@ def head(
     if with_vllm and not problems:
         problems += content["serving"]
     if with_vllm and not problems:
-        served, expected = _serve(directory, found, interpreter, prompts)
+        served, expected = _serve(directory, found, interpreter, prompts, options)
         content |= {"served": asdict(served), "expected": expected}
         if served.different:
             problems.append(
@@ -84,18 +92,16 @@ def _serving(architectures: list[str], python: Path) -> list[str]:
 
 
 def _serve(
-    directory: Path, head: Head, python: Path, prompts: Path | None
+    directory: Path, head: Head, python: Path, prompts: Path | None, options: dict[str, Any]
 ) -> tuple[Served, list[float] | None]:
     run = serve.run_of(directory)
     if prompts is not None:
         questions = serve.from_file(prompts)
     else:
         questions = run.prompts if run and run.prompts else serve.chats()
-    console = Console(stderr=True)
-    with console.status("decoding") as status:
-        served = serve.serve(
-            directory, head, questions, python, run.options if run else None, status.update
-        )
+    options = {**(run.options if run else {}), **options}
+    with Console(stderr=True).status("decoding") as status:
+        served = serve.serve(directory, head, questions, python, options, status.update)
     return served, run.expected if run else None
 
 

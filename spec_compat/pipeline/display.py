@@ -189,7 +189,9 @@ def _notes(stage: Stage, record: StageRecord) -> str:
             f"{counts['coverage']:.2%} of the trainable tokens"
         )
     if stage == "train":
-        return f"{counts['steps']:,} steps, {counts['epochs']} epochs"
+        steps = f"{counts['steps']:,} steps, {counts['epochs']} epochs"
+        waited = counts.get("waited_for_data")
+        return steps if waited is None else f"{steps}, {waited:.1%} waiting for data"
     return ""
 
 

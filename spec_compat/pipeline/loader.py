@@ -11,6 +11,7 @@ import errno
 import os
 import random
 import tempfile
+import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -188,7 +189,10 @@ def add_noise(states: Tensor, std: float) -> None:
 
 
 class Batches:
-    """A loader's batches on the device, as the draft head takes them; else it is that loader."""
+    """A loader's batches on the device, as the draft head takes them; else it is that loader.
+
+    `waited` counts the seconds in which no batch was there when one was asked for.
+    """
 
     def __init__(
         self,
@@ -201,6 +205,7 @@ class Batches:
         self._device = device
         self._noise_std = noise_std
         self._lost = lost
+        self.waited = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -219,8 +224,12 @@ class Batches:
 
     def _handed_over(self) -> Iterator[Batch]:
         """The loader's own batches. Raises UserError where there is no place to hand them over."""
+        asked = time.perf_counter()
         try:
-            yield from self._batches
+            for batch in self._batches:
+                self.waited += time.perf_counter() - asked
+                yield batch
+                asked = time.perf_counter()
         except (OSError, RuntimeError) as error:
             # Its semaphores lie in the shared memory too; for them it only says that it is full.
             full = isinstance(error, OSError) and error.errno == errno.ENOSPC

@@ -94,7 +94,14 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     acceptance = targets.acceptance(trainer.model, verifier, validation_loader, config.ttt_steps)
     if rank != 0:
         return Result("", {}, {})
-    return _result(job, metrics, train, validation, total_seq_len, seconds, acceptance)
+    trained = (config.epochs - first_epoch) * sum(train.lengths)  # what was there before is not
+    measured = {
+        "tokens_per_second": round(trained / seconds, 1),
+        "waited_for_data": round(train_loader.waited / seconds, 4),
+        "acceptance": acceptance,
+        "expected_acceptance_length": 1 + sum(acceptance),
+    }
+    return _result(job, metrics, train, validation, total_seq_len, measured)
 
 
 def split(job: Job, world_size: int) -> tuple[Rows, Rows]:
@@ -237,25 +244,21 @@ def _result(
     train: Rows,
     validation: Rows,
     total_seq_len: int,
-    seconds: float,
-    acceptance: list[float],
+    measured: dict[str, Any],
 ) -> Result:
     config, layout = job.config, job.layout
     files = sorted(file for file in layout.checkpoints.rglob("*") if file.is_file())
     outputs = {layout.relative(file): atomic.sha256(file) for file in files}
-    tokens = config.epochs * sum(train.lengths)
     counts = {
         "rows": len(train.files),
         "validation_rows": len(validation.files),
-        "tokens": tokens,
-        "tokens_per_second": round(tokens / seconds, 1),
+        "tokens": config.epochs * sum(train.lengths),
         "epochs": config.epochs,
         "steps": metrics.steps,
         "ttt_steps": config.ttt_steps,
         "total_seq_len": total_seq_len,
         "validation": metrics.validation,
-        "acceptance": acceptance,
-        "expected_acceptance_length": 1 + sum(acceptance),
+        **measured,
         "held_out": [layout.relative(file) for file in validation.files[:SERVED_ROWS]],
     }
     return Result(digest_of(outputs), counts, outputs, sum(file.stat().st_size for file in files))

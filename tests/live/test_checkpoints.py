@@ -14,6 +14,7 @@ import speculators.train.trainer  # noqa: F401  the patch comes with it
 from spec_compat.patches.train import whole_checkpoints
 from spec_compat.pipeline import checkpoints, disk
 from spec_compat.pipeline.events import Events
+from tests.unit.pipeline_inputs import Notes
 
 pytestmark = [pytest.mark.live]
 
@@ -72,15 +73,6 @@ def test_a_checkpoint_waits_for_space_for_all_of_it(
     checkpoints.wait_for_space(trainer, tmp_path, True, Events())
     trainer.save_checkpoint(7)
     assert did == [2 * (64 + 36) + 3 * 4 * 36, 7]
-
-
-class Notes(Events):
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.mark.parametrize(("ranks", "said"), [(2, 0), (1, 1)])

@@ -96,6 +96,31 @@ def test_a_batch_stays_what_it_is_while_it_is_in_use(files: list[Path]) -> None:
     assert len(expected) > 4 * room.MAX_PREFETCH
 
 
+def test_the_trainer_waits_for_the_first_batch_alone_when_it_is_the_slower(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = loader.Rows(files * 4, LENGTHS * 4)
+    read, read_seconds = storage.load, 0.05
+
+    def slowly(file: Path) -> storage.Row:
+        time.sleep(read_seconds)
+        return read(file)
+
+    monkeypatch.setattr(storage, "load", slowly)
+
+    def waited(workers: int) -> tuple[float, int]:
+        job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=workers, seed=0))
+        found = loader.loader(job, many, LENGTH, 1, 0, 0)
+        for _batch in found:
+            time.sleep(0.3)  # computes longer than the two rows of a batch take to be read
+        return found.waited, len(found)
+
+    alone, batches_read = waited(0)
+    assert alone > read_seconds * len(many.files)
+    assert waited(1)[0] < alone / 2
+    assert batches_read > 8
+
+
 def test_a_batch_that_cannot_be_handed_over_ends_it_in_one_line(
     files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

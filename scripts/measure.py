@@ -1,8 +1,8 @@
 """What the benchmarks share: cases in processes of their own, watched; a table and a JSON file.
 
 A benchmark script is started again for each case, with `--case NAME`; the case prints what it
-measured through `record`, and is killed with all of its processes when its time is up or at Ctrl-C,
-which ends the benchmark with what it has. A case can be several, A+B, that the script runs in one
+measured through `record`, and is killed with all of its processes when its time is up. Ctrl-C or
+SIGTERM ends the benchmark with what it has. A case can be several, A+B, that the script runs in one
 process. What a case writes is in a directory of its own, which is gone afterwards.
 """
 
@@ -111,6 +111,7 @@ def run_cases(given: argparse.Namespace) -> list[Record]:
     """Run each case of `given.cases`; its records, each with the case and the memory so far."""
     records: list[Record] = []
     begun, stopped = time.monotonic(), ""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     with _importable() as environment, _place(given) as place:
         for case in given.cases.split(","):
             if given.within and time.monotonic() - begun > given.within:

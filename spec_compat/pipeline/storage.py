@@ -183,12 +183,12 @@ def _number(file: Path) -> int:
 
 @lru_cache
 def index(directory: Path) -> dict[str, str]:
-    """The shard of each row that is in one."""
-    file = directory / INDEX
-    if not file.is_file():
-        return {}
-    rows: dict[str, str] = json.loads(file.read_text("utf-8"))["rows"]
-    return rows
+    """The shard of each row that is in one; none of a list that is spoilt."""
+    try:
+        rows = json.loads((directory / INDEX).read_text("utf-8"))["rows"]
+        return {str(row): str(shard) for row, shard in rows.items()}
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        return {}  # their rows are missing then
 
 
 @lru_cache(OPEN_SHARDS)

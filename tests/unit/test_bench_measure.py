@@ -72,7 +72,10 @@ def test_a_case_that_lasts_too_long_is_ended(bench: list[str]) -> None:
     assert failures() == {"lasts": "longer than --limit 3"}
 
 
-def test_ctrl_c_ends_the_case_and_keeps_what_was_measured(bench: list[str]) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_it_ends_the_case_and_keeps_what_was_measured(
+    sent: signal.Signals, bench: list[str]
+) -> None:
     process = subprocess.Popen(
         [*bench, "--cases", "quick,lasts,fails"], stdout=subprocess.PIPE, text=True
     )
@@ -80,7 +83,7 @@ def test_ctrl_c_ends_the_case_and_keeps_what_was_measured(bench: list[str]) -> N
         assert process.poll() is None
         time.sleep(0.05)
     begun = time.monotonic()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     printed, _ = process.communicate(timeout=60)
     assert time.monotonic() - begun < 20
     assert process.returncode == 1

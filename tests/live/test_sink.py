@@ -3,6 +3,7 @@ grows with the number of rows."""
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ def test_steps_are_full(found: Found) -> None:
     assert len(full) >= 2
 
 
+def test_nobody_asking_the_sink_has_eight_buffers_of_small_states(found: Found) -> None:
+    assert found[0]["buffers"] == [8]
+
+
 def test_the_digests_are_those_of_the_files(found: Found) -> None:
     digests, root = found[0]["digests"], found[1]
     assert len(digests) == len(ROWS)
@@ -60,12 +65,28 @@ def test_shards_hold_the_same_rows(kind: str, tolerance: float, found: Found) ->
             assert error <= tolerance
 
 
-def test_a_row_that_is_not_finite_gets_no_file_and_those_beside_it_do(found: Found) -> None:
-    first = found[0]["first of step"]
-    assert found[0]["refused"] == {str(row): "NaN or infinity in its states" for row in first}
-    assert found[0]["beside"] == sorted(set(range(20)) - set(first))
-    names = {file.name for file in (found[1] / "bad").iterdir()}
-    assert names == {f"data_{row}.pt" for row in found[0]["beside"]}
+def test_the_next_steps_are_sent_while_one_computes(found: Found) -> None:
+    assert max(found[0]["ahead"]) >= 1
+    assert len(found[0]["ahead"]) == len(found[0]["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("not_finite", r"NaN or infinity in its states"),
+        ("last_of_another", r"its last state gives token \d+, vLLM sampled \d+; .* last place"),
+    ],
+)
+def test_a_row_that_fails_its_proof_gets_no_file_and_those_beside_it_do(
+    fault: str, said: str, found: Found
+) -> None:
+    last, refused = found[0][fault]["last of step"], found[0][fault]["refused"]
+    assert len(last) == 2
+    assert sorted(map(int, refused)) == sorted(last)
+    assert all(re.fullmatch(said, reason) for reason in refused.values()), refused
+    assert found[0][fault]["written"] == sorted(set(range(20)) - set(last))
+    names = {file.name for file in (found[1] / fault).iterdir()}
+    assert names == {f"data_{row}.pt" for row in found[0][fault]["written"]}
 
 
 def test_a_full_disk_is_told_and_leaves_no_half_file(found: Found) -> None:
@@ -77,8 +98,10 @@ def test_a_full_disk_is_told_and_leaves_no_half_file(found: Found) -> None:
 
 
 def test_a_slow_disk_makes_the_steps_wait(found: Found) -> None:
-    """60 rows, 15 steps: two writers have 30 rows each."""
+    """60 rows, 15 steps of 4, two buffers: no more than two steps are not on the disk."""
     assert found[0]["slow"]["buffers"] == [2]
+    assert len(found[0]["slow"]["behind"]) == 15
+    assert max(found[0]["slow"]["behind"]) <= 2 * 4
     assert found[0]["slow"]["seconds"] > 60 / 8 * SLEEP
 
 

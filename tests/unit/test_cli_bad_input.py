@@ -172,7 +172,8 @@ def test_what_is_unusual_of_a_run_is_said_before_it(
     monkeypatch.setenv("SPEC_COMPAT_DISABLE", "train/verifier-norm,extract/capture")
     monkeypatch.setenv("SPEC_COMPAT_ENABLE", "serve/kimi-k25-eagle3")
     assert run("--dry-run").stderr.splitlines() == [
-        "warning: vllm 0.99.0 is newer than 0.33.0, the newest known: it runs if every probe agrees",
+        "warning: vllm 0.99.0 is newer than 0.33.0, the newest known: "
+        "it runs if every probe agrees",
         "warning: disabled by SPEC_COMPAT_DISABLE: extract/capture, train/verifier-norm",
         "warning: enabled by SPEC_COMPAT_ENABLE: serve/deepseek-eagle3, serve/eagle3-config, "
         "serve/kimi-k25-eagle3",

@@ -162,7 +162,7 @@ def ordered(found: Iterable[Patch]) -> tuple[Patch, ...]:
     module that do not say which comes first.
     """
     by_id = {patch.id: patch for patch in found}
-    sorter = TopologicalSorter[str]()
+    sorter: TopologicalSorter[str] = TopologicalSorter()  # no generic before Python 3.11
     for patch in by_id.values():
         if unknown := sorted(set(patch.after) - set(by_id)):
             raise PatchConflict(f"{patch.id}: `after` names {unknown[0]}, which is no patch")

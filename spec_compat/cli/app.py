@@ -13,8 +13,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from spec_compat import hooks, plugin
-from spec_compat.cli import check, execute, patches, run
 from spec_compat.cli import doctor as checkup
+from spec_compat.cli import execute, patches
 from spec_compat.cli.options import with_run_options
 from spec_compat.errors import SpecCompatError, UserError
 from spec_compat.pipeline import disk, processes
@@ -56,12 +56,18 @@ def run_pipeline(
 
     A run that was stopped is continued by the same command, or with --output alone.
     """
-    _guarded(lambda: run.pipeline(flags, config, first, last, dry_run))
+    _guarded(lambda: _pipeline(flags, config, first, last, dry_run))
+
+
+def _pipeline(*given: Any) -> None:
+    from spec_compat.cli import run  # needs what comes with vLLM; `doctor` says when it is missing
+
+    run.pipeline(*given)
 
 
 def _stage_command(stage: Stage, summary: str) -> None:
     def command(flags: dict[str, Any], config: ConfigFile = None, dry_run: DryRun = False) -> None:
-        _guarded(lambda: run.pipeline(flags, config, stage, stage, dry_run))
+        _guarded(lambda: _pipeline(flags, config, stage, stage, dry_run))
 
     command.__doc__ = f"{summary}\n\nOptions not given are those of the run in --output."
     app.command(stage)(with_run_options(command))
@@ -113,7 +119,13 @@ def check_head(
 ) -> None:
     """Check a head against its config, its verifier and vLLM; exit code 4 if it is not sound."""
     options = {"trust_remote_code": True} if trust_remote_code else {}
-    _guarded(lambda: check.head(directory, serve, python, prompts, options, as_json=json))
+
+    def checked() -> int:
+        from spec_compat.cli import check
+
+        return check.head(directory, serve, python, prompts, options, as_json=json)
+
+    _guarded(checked)
 
 
 @app.command()
@@ -125,7 +137,13 @@ def verify(
     json: AsJson = False,
 ) -> None:
     """Check the stored rows of a run once more; exit code 4 if one is wrong."""
-    _guarded(lambda: check.rows(directory, samples, as_json=json))
+
+    def checked() -> int:
+        from spec_compat.cli import check
+
+        return check.rows(directory, samples, as_json=json)
+
+    _guarded(checked)
 
 
 @app.command(
@@ -149,6 +167,10 @@ def _guarded(command: Callable[[], int | None], resumable: bool = True) -> None:
         _fail(str(error), 2)
     except SpecCompatError as error:
         _fail(str(error), 1)
+    except ModuleNotFoundError as error:
+        if not resumable or (error.name or __package__).startswith("spec_compat"):
+            raise
+        _fail(f"{error.name} is not installed; spec-compat doctor says what else is missing", 2)
     except OSError as error:
         if not resumable or not disk.said(error):
             raise

@@ -6,7 +6,7 @@ import sys
 import time
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -21,7 +21,9 @@ from rich.table import Table
 
 from spec_compat.pipeline.events import Event
 from spec_compat.pipeline.layout import STAGES, Stage
-from spec_compat.pipeline.manifest import Manifest, StageRecord
+
+if TYPE_CHECKING:
+    from spec_compat.pipeline.manifest import Manifest, StageRecord
 
 
 class Unfailing:

@@ -1,10 +1,12 @@
 """The package as people get it: built, installed beside speculators and vLLM, and used."""
 
+import json
 import os
 import subprocess
 import sys
 import tarfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,15 @@ if __name__ == "__main__":
     print("states:", [[tuple(layer.shape) for layer in row["hidden_states"]] for row in rows])
 """
 
+IMPORTS = """
+import importlib, pkgutil, spec_compat
+for module in pkgutil.walk_packages(spec_compat.__path__, "spec_compat."):
+    try:
+        module.name.endswith("__main__") or importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        assert not error.name.startswith("spec_compat"), error
+"""
+
 
 def run(*command: object, **options: object) -> str:
     done = subprocess.run(  # type: ignore[call-overload]
@@ -34,6 +45,20 @@ def run(*command: object, **options: object) -> str:
 
 def uv(*words: object) -> str:
     return run(sys.executable, "-m", "uv", *words)
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version, on the path or of pyenv."""
+    name = f"python{version}"
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for found in (name, *map(str, pyenv.glob(f"versions/{version}.*/bin/{name}"))):
+        with suppress(OSError):
+            if (
+                subprocess.run([found, "--version"], capture_output=True, check=False).returncode
+                == 0
+            ):
+                return found
+    pytest.skip(f"there is no {name} here")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +94,27 @@ def test_the_wheel_has_every_patch_and_nothing_at_top_level_but_spec_compat(
     patches = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("patches/**/*.py")}
     assert shipped == package | {f"spec_compat/{path}" for path in patches}
     assert {"spec_compat/py.typed", "spec_compat/support.toml"} <= set(names)
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.12", "3.13"])
+def test_it_runs_on_every_python(version: str, distributions: Path, tmp_path: Path) -> None:
+    """Without torch, vLLM and speculators, as far as it goes without them."""
+    python = tmp_path / "venv" / "bin" / "python"
+    (wheel,) = distributions.glob("*.whl")
+    uv("venv", "--quiet", "--python", interpreter(version), tmp_path / "venv")
+    uv("pip", "install", "--quiet", "--python", python, wheel)
+    run(python, "-c", IMPORTS, cwd=tmp_path)
+    listed = json.loads(run(python, "-m", "spec_compat.cli", "list", "--json", cwd=tmp_path))
+    patches = [file for file in ROOT.glob("patches/*/*.py") if not file.stem.startswith("_")]
+    assert len(listed) == len(patches)
+    spec_compat = [str(python.with_name("spec-compat"))]
+    doctor = subprocess.run([*spec_compat, "doctor"], capture_output=True, text=True, check=False)
+    assert doctor.returncode == 1
+    for name in ("vllm", "speculators", "torch"):
+        assert f"problem: {name} is not installed" in doctor.stdout
+    given = ["run-pipeline", "--model", "m", "--data", "d.jsonl", "--output", str(tmp_path / "run")]
+    refused = subprocess.run([*spec_compat, *given], capture_output=True, text=True, check=False)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused.stderr
 
 
 def test_the_sdist_has_what_a_build_needs(distributions: Path) -> None:

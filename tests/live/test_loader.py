@@ -125,6 +125,22 @@ def test_the_trainer_waits_for_the_first_batch_alone_when_it_is_the_slower(
     assert batches_read > 8
 
 
+def test_a_worker_that_hangs_ends_the_training(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = storage.load
+
+    def hang(file: Path) -> storage.Row:
+        if torch.utils.data.get_worker_info() is not None:
+            time.sleep(60)
+        return read(file)
+
+    monkeypatch.setattr(loader, "STALLED", 2)
+    monkeypatch.setattr(storage, "load", hang)
+    with pytest.raises(RuntimeError, match="timed out after 2 seconds"):
+        batches(files, 1)
+
+
 def test_a_batch_that_cannot_be_handed_over_ends_it_in_one_line(
     files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,3 +162,21 @@ def test_a_dry_run_says_when_the_head_cannot_be_served(root: Path) -> None:
     assert f"serving      this is vLLM 0.16.0; 0.18.0 is the first that serves {kimi[0]}" in (
         result.output
     )
+
+
+def test_what_is_unusual_of_a_run_is_said_before_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the stages' logs alone, where nobody looks."""
+    monkeypatch.syspath_prepend(make_releases(root / "newer", vllm="0.99.0"))
+    monkeypatch.setenv("SPEC_COMPAT_DISABLE", "train/verifier-norm,extract/capture")
+    monkeypatch.setenv("SPEC_COMPAT_ENABLE", "serve/kimi-k25-eagle3")
+    assert run("--dry-run").stderr.splitlines() == [
+        "warning: vllm 0.99.0 is newer than 0.33.0, the newest known: "
+        "it runs if every probe agrees",
+        "warning: disabled by SPEC_COMPAT_DISABLE: extract/capture, train/verifier-norm",
+        "warning: enabled by SPEC_COMPAT_ENABLE: serve/deepseek-eagle3, serve/eagle3-config, "
+        "serve/kimi-k25-eagle3",
+    ]
+    monkeypatch.setenv("SPEC_COMPAT_DISABLE", "train/verifer-norm")
+    assert_refused(run("--dry-run"), "train/verifer-norm", "train/verifier-norm")

@@ -3,6 +3,8 @@ grows with the number of rows."""
 
 import hashlib
 import json
+import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,19 @@ def test_steps_are_full(found: Found) -> None:
     *full, _last = sorted(found[0]["tokens"], reverse=True)
     assert all(tokens > 0.98 * 8192 for tokens in full)
     assert len(full) >= 2
+
+
+def test_no_fewer_steps_could_hold_the_rows() -> None:
+    from spec_compat.pipeline.prefill import pack  # imports vLLM
+
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 4096) for _ in range(400)]
+    steps = pack(lengths, 8192, 256)
+    assert sorted(row for step in steps for row in step) == list(range(400))
+    assert all(sum(lengths[row] for row in step) <= 8192 for step in steps)
+    assert len(steps) == math.ceil(sum(lengths) / 8192)
+    assert max(map(len, pack([1] * 1000, 8192, 256))) == 256
+    assert pack([9000, 5], 8192, 256) == [[0], [1]]
 
 
 def test_nobody_asking_the_sink_has_eight_buffers_of_small_states(found: Found) -> None:

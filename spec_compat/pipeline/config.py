@@ -37,7 +37,9 @@ def _option(default: Any, stage: Stage | None, description: str, **constraints: 
 class RunConfig(BaseModel):
     """Every option of the pipeline. Defaults are those of speculators' scripts."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=False, allow_inf_nan=False
+    )
 
     model: str = _option(..., "prepare", "Verifier: a local directory or a Hugging Face id.")
     data: tuple[str, ...] = _option(

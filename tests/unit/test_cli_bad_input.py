@@ -90,6 +90,7 @@ def test_no_usable_conversation(root: Path) -> None:
         (("--sink-buffers", "two"), "--sink-buffers: input should be a valid integer"),
         (("--batch-size", "2.5"), "--batch-size: input should be a valid integer"),
         (("--lr", "fast"), "--lr: input should be a valid number"),
+        (("--noise-std", "inf"), "--noise-std: input should be a finite number"),
         (("--storage", "row"), "--storage: input should be 'rows' or 'shards', not 'row'"),
         (("--storage-dtype", "fp8"), "--storage-dtype fp8: only shards hold it; add --storage"),
         (("--storage-compression", "zstd"), "--storage-compression zstd: only shards hold it"),

@@ -178,6 +178,14 @@ def test_a_file_beside_a_shard_is_not_read_for_a_row_of_it(tmp_path: Path) -> No
     assert len(storage.load(files[1])["input_ids"]) == LENGTHS[1] != LENGTHS[0]
 
 
+def test_an_index_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
+    """A process may look at a run, and once more when it has been extracted in another storage."""
+    files = write(tmp_path / "shards", storage.Shards())
+    assert storage.holder(files[1]).suffix == ".safetensors"
+    (files[1].parent / storage.INDEX).unlink()
+    assert storage.holder(files[1]) == files[1]
+
+
 @pytest.mark.parametrize("spoilt", [b"", b'{"ro', b"[]", b'{"rows": []}', b"{}", b"\xff"])
 def test_of_an_index_that_is_spoilt_no_row_is_in_a_shard(spoilt: bytes, tmp_path: Path) -> None:
     """`verify` names the rows as missing, and the index as altered."""

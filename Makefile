@@ -28,11 +28,12 @@ matrix: setup ## run every pair of releases and keep what was seen in support.to
 faults: setup ## kill runs at 100 points, fail disks, flip bytes
 	@FAULT_POINTS=100 $(BIN)/python -m pytest tests/faults
 
-bench: setup ## measure extraction, loader, storage and import; half an hour
-	@$(BIN)/python scripts/bench_extract.py --rows 24 --length 500 --cases raw+extract+shards+fp8+zstd --json extract.json
-	@$(BIN)/python scripts/bench_loader.py --rows 128 --length 500 --cases speculators,rows,shards,fp8,zstd --json loader.json
-	@$(BIN)/python scripts/bench_storage.py --json storage.json
-	@$(BIN)/python scripts/bench_import.py --json import.json
+bench: setup ## measure extraction, loader, storage and import into runs/bench; half an hour
+	@mkdir -p runs/bench
+	@$(BIN)/python scripts/bench_extract.py --rows 24 --length 500 --cases raw+extract+shards+fp8+zstd --json runs/bench/extract.json
+	@$(BIN)/python scripts/bench_loader.py --rows 128 --length 500 --cases speculators+rows+shards+fp8+zstd --json runs/bench/loader.json
+	@$(BIN)/python scripts/bench_storage.py --json runs/bench/storage.json
+	@$(BIN)/python scripts/bench_import.py --json runs/bench/import.json
 
 lint: setup ## check style, types and import directions
 	$(BIN)/ruff check .

@@ -35,8 +35,9 @@ from spec_compat.pipeline import storage
 from spec_compat.pipeline.room import SHARED, room
 from spec_compat.pipeline.stage import Job
 
-# Tokens that are decoded at a time: what is between fp8 and float32 stays in the cache.
-BLOCK = 256
+# Numbers that are decoded at a time: what is between fp8 and float32 stays in the cache, and the
+# threads of a busy CPU, which wait for each other after each of them, do so seldom.
+BLOCK = 1 << 22
 # Seconds after which a batch that does not come ends the training, which can then be continued: a
 # worker, or the network that the rows lie behind, may never come back.
 STALLED = 1800
@@ -178,7 +179,8 @@ def unpack(packed: Tensor, layers: int) -> Tensor:
         return packed.to(torch.float32, copy=True)
     shape = (*packed.shape[:-1], packed.shape[-1] - 4 * layers)
     whole = torch.empty(shape, dtype=torch.float32, device=packed.device)
-    for block, out in zip(packed.split(BLOCK, dim=1), whole.split(BLOCK, dim=1), strict=True):
+    tokens = max(1, BLOCK // shape[-1])
+    for block, out in zip(packed.split(tokens, dim=1), whole.split(tokens, dim=1), strict=True):
         half = block[..., : -4 * layers].view(torch.int8).short()
         half.bitwise_left_shift_(7).bitwise_and_(~0x4000)
         scales = block[..., -4 * layers :].contiguous().view(torch.float32)

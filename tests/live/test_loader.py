@@ -225,10 +225,11 @@ def test_every_number_of_fp8_is_decoded_as_torch_does() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     finite = codes[codes.view(storage.FP8).float().isfinite()]
     scale = torch.tensor([3.7e-3])
-    packed = torch.cat([finite, scale.view(torch.uint8)]).repeat(1, loader.BLOCK + 3, 1)
-    expected = finite.view(storage.FP8).float() * scale
     assert len(finite) == 254
-    assert torch.equal(loader.unpack(packed, 1), expected.expand(1, loader.BLOCK + 3, -1))
+    tokens = loader.BLOCK // len(finite) + 3  # a block and a part of one
+    packed = torch.cat([finite, scale.view(torch.uint8)]).repeat(1, tokens, 1)
+    expected = finite.view(storage.FP8).float() * scale
+    assert torch.equal(loader.unpack(packed, 1), expected.expand(1, tokens, -1))
 
 
 def test_noise_is_that_of_speculators_and_on_the_head_s_input_alone(files: list[Path]) -> None:

@@ -37,7 +37,9 @@ def _option(default: Any, stage: Stage | None, description: str, **constraints: 
 class RunConfig(BaseModel):
     """Every option of the pipeline. Defaults are those of speculators' scripts."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=False, allow_inf_nan=False
+    )
 
     model: str = _option(..., "prepare", "Verifier: a local directory or a Hugging Face id.")
     data: tuple[str, ...] = _option(
@@ -190,6 +192,17 @@ class RunConfig(BaseModel):
             raise ValueError("a size, as 500GB")
         return value
 
+    @field_validator("assistant_pattern")
+    @classmethod
+    def _check_assistant_pattern(cls, value: str | None) -> str | None:
+        try:
+            groups = re.compile(value).groups if value is not None else 1
+        except re.error as error:
+            raise ValueError(f"a regular expression ({error})") from None
+        if not groups:
+            raise ValueError("a regular expression with the assistant's text in parentheses")
+        return value
+
     @field_validator("server_url")
     @classmethod
     def _check_server_url(cls, value: str) -> str:
@@ -257,7 +270,7 @@ def load(
 def read_toml(file: Path) -> dict[str, Any]:
     """Options of a TOML file, keys with dashes or underscores. Raises UserError."""
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        table = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"--config {file}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

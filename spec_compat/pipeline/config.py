@@ -66,7 +66,7 @@ class RunConfig(BaseModel):
         "Regular expression of an assistant's turn (default: from the chat template).",
     )
     turn_dropout: bool = _option(False, "prepare", "Keep a random number of turns of every row.")
-    seed: int = _option(0, "prepare", "Seed of every random choice.", ge=0)
+    seed: int = _option(0, "prepare", "Seed of every random choice.", ge=0, lt=2**32)
     num_preprocessing_workers: int | None = _option(
         None, None, "Processes that tokenize (default: 8, or one for each CPU).", ge=1
     )

@@ -18,14 +18,19 @@ from tests.unit.pipeline_inputs import make_releases
 
 SPAWNING = """
 import multiprocessing, os, sys
+from concurrent.futures import ProcessPoolExecutor
+
+ARMED = "spec_compat" in sys.modules  # before anything else of the script is imported
 
 def square(n):
-    return n * n
+    return n * n, ARMED
+
+def spawned(function, *arguments):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        print(pool.map(square, [3]), sys.argv[1:], os.path.basename(sys.argv[0]))
+    print(spawned(spawned, square, 3), sys.argv[1:], os.path.basename(sys.argv[0]))
     import spec_compat
     print(len(spec_compat.report().outcomes) > 0, "SPEC_COMPAT_REPORT_DIR" in os.environ)
 """
@@ -212,7 +217,7 @@ def test_exec_runs_scripts_that_spawn_workers(tmp_path: Path, as_module: bool) -
     done = cli("exec", *what, "--flag", "-m", "x", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
-    assert first == "[9] ['--flag', '-m', 'x'] script.py"
+    assert first == "(9, True) ['--flag', '-m', 'x'] script.py"
     assert second == "True True"
 
 

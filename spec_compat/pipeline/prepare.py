@@ -44,6 +44,7 @@ def run(job: Job) -> Result:
     """Write `prepared/<dataset>/`: columns input_ids and loss_mask, int64 of equal length a row."""
     spec_compat.require(stage="prepare", scope="driver")
     random.seed(job.config.seed)
+    check_tokenizer(job.config.model, job.config.trust_remote_code)
     counts: Counter[str] = Counter()
     digests: dict[str, str] = {}
     outputs: dict[str, str] = {}
@@ -56,6 +57,19 @@ def run(job: Job) -> Result:
             outputs[job.layout.relative(file)] = atomic.sha256(file)
             size += file.stat().st_size
     return Result(digest_of(digests), dict(counts), outputs, size)
+
+
+def check_tokenizer(model: str, trust_remote_code: bool) -> None:
+    """Raise UserError where the verifier's tokenizer cannot be loaded, whatever that raises."""
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk
+            raise
+        cause = str(error).strip().partition("\n")[0]
+        raise UserError(f"--model {model}: its tokenizer cannot be loaded: {cause}") from error
 
 
 def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str], str]:

@@ -64,21 +64,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--geometry", choices=["smollm2", *GEOMETRIES], default="smollm2")
     parser.add_argument("--model", type=Path, help="a local verifier, in place of --geometry")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=500, help="tokens of a row")
-    parser.add_argument("--other-rows", type=int, help="rows of the other ways, where not --rows")
+    parser.add_argument("--rows", type=measure.count, default=8)
+    parser.add_argument("--length", type=measure.count, default=500, help="tokens of a row")
+    parser.add_argument(
+        "--other-rows", type=measure.count, help="rows of the other ways, where not --rows"
+    )
     parser.add_argument("--mixed", action="store_true", help="rows of 1/16 of --length up to it")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--directory", type=Path, default=Path("/tmp/spec-compat-bench"))  # noqa: S108
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--repeats", type=measure.count, default=2)
+    parser.add_argument("--tensor-parallel-size", type=measure.count, default=1)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.8)
-    parser.add_argument("--sink-buffers", type=int)
-    given = measure.options(parser, CASES)
+    parser.add_argument("--sink-buffers", type=measure.count)
+    measure.scratch(parser)
+    given = measure.options(parser, CASES, joined=("raw", *OURS))
     if given.case in OTHERS[1:]:
         given.rows = given.other_rows or given.rows
     if given.case:
         run_case(given)
-    given.directory.mkdir(parents=True, exist_ok=True)
     records = measure.run_cases(given)
     report(given, records)
     return any("failed" in record for record in records)
@@ -169,7 +170,7 @@ def verifier(given: argparse.Namespace) -> tuple[Path, bool]:
         from spec_compat.demo import model
 
         return model.verifier(), False
-    path = given.directory / given.geometry
+    path = given.scratch / given.geometry
     if not (path / "tokenizer_config.json").is_file():
         write_model(path, GEOMETRIES[given.geometry])
     return path, True
@@ -424,7 +425,7 @@ def _speculators_alone(given: argparse.Namespace, model: Path, dummy: bool) -> N
 
 
 def _output(given: argparse.Namespace) -> Path:
-    directory: Path = given.directory / "rows"
+    directory: Path = given.scratch / "rows"
     return directory
 
 

@@ -42,15 +42,15 @@ STEP = 8192  # tokens of rows that are written together
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=200)
-    parser.add_argument("--length", type=int, default=500, help="tokens of a row")
-    parser.add_argument("--hidden-size", type=int, default=576)
-    parser.add_argument("--vocab-size", type=int, default=49152)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--rows", type=measure.count, default=200)
+    parser.add_argument("--length", type=measure.count, default=500, help="tokens of a row")
+    parser.add_argument("--hidden-size", type=measure.count, default=576)
+    parser.add_argument("--vocab-size", type=measure.count, default=49152)
+    parser.add_argument("--batch-tokens", type=measure.count, default=4096)
     parser.add_argument("--workers", type=int, default=min(4, len(os.sched_getaffinity(0))))
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--directory", type=Path, default=Path("/tmp/spec-compat-bench"))  # noqa: S108
-    given = measure.options(parser, JOINED)
+    parser.add_argument("--epochs", type=measure.count, default=2)
+    measure.scratch(parser)
+    given = measure.options(parser, JOINED, joined=STORED + TRAINED)
     if given.case:
         run_case(given)
     records = measure.run_cases(given)
@@ -77,7 +77,7 @@ def ratios(records: list[measure.Record], of: str = "cpu_seconds") -> dict[str, 
 def run_case(given: argparse.Namespace) -> None:
     import spec_compat  # noqa: F401
 
-    directory = given.directory / "loader"
+    directory = given.scratch / "loader"
     shutil.rmtree(directory, ignore_errors=True)
     turns = {case: prepared(given, case, directory / case) for case in given.case.split("+")}
     for number in range(given.epochs):

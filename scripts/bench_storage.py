@@ -18,7 +18,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import measure
 
@@ -36,14 +35,13 @@ STEPS = 3
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=measure.count, default=3)
     parser.add_argument("--val-ratio", type=float, default=0.2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--directory", type=Path, default=Path("/tmp/spec-compat-bench"))  # noqa: S108
+    measure.scratch(parser)
     given = measure.options(parser, tuple(CASES))
     if given.case:
         run_case(given)
-    given.directory.mkdir(parents=True, exist_ok=True)
     records = measure.run_cases(given)
     learned = [f"{what}_{step}" for what in ("loss", "accepted") for step in range(STEPS)]
     measure.table(
@@ -73,7 +71,7 @@ def run_case(given: argparse.Namespace) -> None:
         "epochs": given.epochs,
         "val-ratio": given.val_ratio,
         "seed": given.seed,
-        "output": given.directory / f"storage-{given.case}",
+        "output": given.scratch / f"storage-{given.case}",
     }
     shutil.rmtree(options["output"], ignore_errors=True)
     pairs = [str(word) for name, value in options.items() for word in (f"--{name}", value)]

@@ -1,8 +1,9 @@
 """What the benchmarks share: cases in processes of their own, watched; a table and a JSON file.
 
 A benchmark script is started again for each case, with `--case NAME`; the case prints what it
-measured through `record`, and is killed with all of its processes when its time is up. A case can
-be several, A+B, that the script runs in one process.
+measured through `record`, and is killed with all of its processes when its time is up. Ctrl-C or
+SIGTERM ends the benchmark with what it has. A case can be several, A+B, that the script runs in one
+process. What a case writes is in a directory of its own, which is gone afterwards.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -39,23 +41,61 @@ SETTINGS = {
 Record = dict[str, Any]
 
 
-def options(parser: argparse.ArgumentParser, cases: tuple[str, ...]) -> argparse.Namespace:
-    """The options of every benchmark, and its own."""
+def count(text: str) -> int:
+    """An option that is a number of things, of which there is one at least."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 on, not {text!r}")
+    return int(text)
+
+
+def scratch(parser: argparse.ArgumentParser) -> None:
+    """The place for what cases write; a case finds one of its own in `given.scratch`."""
+    parser.add_argument(
+        "--directory",
+        dest="scratch",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="where what a case writes lies while it runs (default: %(default)s)",
+    )
+
+
+def options(
+    parser: argparse.ArgumentParser, cases: tuple[str, ...], joined: tuple[str, ...] = ()
+) -> argparse.Namespace:
+    """The options of every benchmark, and its own; cases of `joined` can be joined by a plus."""
     parser.add_argument("--cases", default=",".join(cases), help="default: %(default)s")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="where results are written, and logs beside")
     parser.add_argument("--limit", type=float, default=600, help="seconds a case may take")
     parser.add_argument("--within", type=float, help="start no case after this many seconds")
     parsed = parser.parse_args()
-    unknown = _names(parsed.cases) - _names(",".join(cases))
-    if unknown:
-        parser.error(f"--cases: no case is called {', '.join(sorted(unknown))}")
+    if unknown := _names(parsed.cases) - _names(",".join(cases)):
+        parser.error(f"--cases: no case is called {', '.join(sorted(unknown)) or repr('')}")
+    for case in parsed.cases.split(","):
+        if "+" in case and (alone := _names(case) - {*joined}):
+            parser.error(f"--cases {case}: {', '.join(sorted(alone))} cannot be joined with others")
+    if not parsed.case:
+        _make_places(parser, parsed)
     return parsed
 
 
+def _make_places(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Find out now, not after half an hour, that nothing can be written there."""
+    option = "--directory"
+    try:
+        if "scratch" in given:
+            given.scratch.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=given.scratch).close()
+        option = "--json"
+        if given.json:
+            given.json.touch()
+    except OSError as error:
+        parser.error(f"{option} {error.filename or given.scratch}: {error.strerror}")
+
+
 def record(**values: Any) -> None:
-    """From a case: one line of the results."""
-    print(MARK + json.dumps(values), flush=True)
+    """From a case: one line of the results, with the memory that it holds now."""
+    print(MARK + json.dumps({**values, "host_mib": _resident(os.getpid()) >> 20}), flush=True)
 
 
 def cpu_seconds() -> float:
@@ -70,13 +110,20 @@ def cpu_seconds() -> float:
 def run_cases(given: argparse.Namespace) -> list[Record]:
     """Run each case of `given.cases`; its records, each with the case and the memory so far."""
     records: list[Record] = []
-    begun = time.monotonic()
-    with _importable() as environment:
+    begun, stopped = time.monotonic(), ""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    with _importable() as environment, _place(given) as place:
         for case in given.cases.split(","):
             if given.within and time.monotonic() - begun > given.within:
-                records.append({"case": case, "failed": "not started within --within"})
+                stopped = stopped or "not started within --within"
+            if stopped:
+                records.append({"case": case, "failed": stopped})
                 continue
-            records += _run(case, given, environment)
+            try:
+                _run(case, given, [*sys.argv, *place], environment, records)
+            except KeyboardInterrupt:
+                stopped = "stopped"
+                records.append({"case": case, "failed": stopped})
     return records
 
 
@@ -172,10 +219,28 @@ def _importable() -> Iterator[dict[str, str]]:
         yield {**environment, "PYTHONPATH": path}
 
 
-def _run(case: str, given: argparse.Namespace, environment: dict[str, str]) -> list[Record]:
-    arguments = [sys.executable, *sys.argv, "--case", case]
+@contextmanager
+def _place(given: argparse.Namespace) -> Iterator[list[str]]:
+    """The option that gives the cases a new directory in place of the one that was asked for."""
+    if "scratch" not in given:
+        yield []
+        return
+    with tempfile.TemporaryDirectory(
+        prefix="spec-compat-bench-", dir=given.scratch, ignore_cleanup_errors=True
+    ) as new:
+        yield ["--directory", new]
+
+
+def _run(
+    case: str,
+    given: argparse.Namespace,
+    words: list[str],
+    environment: dict[str, str],
+    records: list[Record],
+) -> None:
+    """Run a case and add what it records."""
     process = subprocess.Popen(
-        arguments,
+        [sys.executable, *words, "--case", case],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -184,29 +249,36 @@ def _run(case: str, given: argparse.Namespace, environment: dict[str, str]) -> l
         start_new_session=True,
     )
     timer = threading.Timer(given.limit, _kill, [process.pid])
+    begun = time.monotonic()
     timer.start()
     memory = _Memory(process.pid)
-    records: list[Record] = []
     lines: list[str] = []
-    for line in process.stdout or ():
-        if line.startswith(MARK):
-            found = {"case": case, **json.loads(line.removeprefix(MARK)), **memory.peak()}
-            records.append(found)
-            print(json.dumps(found), flush=True)
-        else:
-            lines.append(line.rstrip()[:400])
-    status = process.wait()
-    timer.cancel()
-    memory.stop()
-    _kill(process.pid)  # workers that are left
-    if given.json:
-        given.json.with_name(f"{given.json.stem}-{case}.log").write_text("\n".join(lines))
+    try:
+        for line in process.stdout or ():
+            if line.startswith(MARK):
+                found = {"case": case, **json.loads(line.removeprefix(MARK))}
+                for kind, most in memory.peak().items():  # its samples miss what is soon over
+                    found[kind] = max(most, found.get(kind, 0))
+                records.append(found)
+                print(json.dumps(found), flush=True)
+            else:
+                lines.append(line.rstrip()[:400])
+        status = process.wait()
+    finally:
+        timer.cancel()
+        memory.stop()
+        _kill(process.pid)  # workers that are left, or at Ctrl-C all of it
+        process.wait()
+        if given.json:
+            log = given.json.with_name(f"{given.json.stem}-{case}.log")
+            log.write_text("\n".join(lines))
     if status:
-        errors = [line for line in lines if "Error" in line]
+        errors = [line for line in lines if re.search(r"(Error|Exception): ", line)]
+        if time.monotonic() - begun > given.limit:
+            errors.insert(0, f"longer than --limit {given.limit:g}")
         said = "\n  ".join([*errors[:8], "...", *lines[-8:]])
         print(f"{case} ended with {status}:\n  {said}", flush=True)
         records.append({"case": case, "failed": errors[0] if errors else f"status {status}"})
-    return records
 
 
 def _kill(group: int) -> None:

@@ -13,6 +13,8 @@ from pydantic.fields import FieldInfo
 
 from spec_compat.pipeline.config import RunConfig, flag
 
+NUMBERS = {int: "<int>", float: "<float>"}
+
 
 def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command every option of RunConfig; it gets those that were given as `flags`.
@@ -36,22 +38,29 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """A keyword parameter whose default says only whether the option was given."""
-    kind = _type(field.annotation)
+    kind, metavar = _type(field.annotation)
     written = f"{flag(name)}/--no-{name.replace('_', '-')}" if kind is bool else flag(name)
-    option = typer.Option(written, help=_help(field), show_default=False, readable=False)
+    option = typer.Option(
+        written, help=_help(field), show_default=False, readable=False, metavar=metavar
+    )
     annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )
 
 
-def _type(annotation: Any) -> Any:
-    """What typer parses: a list for what may be repeated, text for what RunConfig splits."""
+def _type(annotation: Any) -> tuple[Any, str | None]:
+    """What typer parses, and what help calls it: a list for what may be repeated.
+
+    Text where RunConfig can say in its own words what is wrong with it.
+    """
     if get_origin(annotation) in (Union, types.UnionType):
         annotation = next(a for a in get_args(annotation) if a is not type(None))
     if get_origin(annotation) is tuple:
-        return list[str] if get_args(annotation)[0] is str else str
-    return annotation if annotation in (int, float, bool, Path) else str
+        return (list[str] if get_args(annotation)[0] is str else str), None
+    if annotation in NUMBERS:
+        return str, NUMBERS[annotation]
+    return (annotation if annotation in (bool, Path) else str), None
 
 
 def _help(field: FieldInfo) -> str:

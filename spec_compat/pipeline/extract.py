@@ -11,9 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from speculators.data_generation.config_generator import DataGenerationConfig
-from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
+from speculators.data_generation.vllm_hidden_states_generator import (
+    MIN_MAX_BATCHED_TOKENS,
+    VllmHiddenStatesGenerator,
+)
 
 import spec_compat
 from spec_compat import registry, versions
@@ -32,6 +36,8 @@ from spec_compat.report import IN_PLACE, Report
 
 # Beside the states, a row has 16 bytes a token of ids and mask, and a file has its frame.
 OVERHEAD = 1.05
+# What the sink takes at least (patches/extract/_sink.py), where --sink-buffers says nothing.
+BUFFERS = 3
 # Steps of which nothing is on the disk when the next one is sent.
 IN_FLIGHT = 5
 # Altered files that are named.
@@ -212,6 +218,18 @@ def _check_space(
         raise UserError(
             f"--output {job.layout.root}: {tokens:,} tokens need {size(needed)}, "
             f"{size(free)} are free; make space, or take fewer rows with --max-samples"
+        )
+    _check_buffers(config.sink_buffers or BUFFERS, width, config.seq_length)
+
+
+def _check_buffers(buffers: int, token_bytes: int, seq_length: int) -> None:
+    """Refuse what memory does not hold: the sink makes all of them before the first row."""
+    tokens = max(MIN_MAX_BATCHED_TOKENS, seq_length + 1)
+    needed, free = buffers * tokens * token_bytes, psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"--sink-buffers {buffers}: as many steps of {tokens:,} tokens take {size(needed)} of "
+            f"memory, {size(free)} are free; take fewer, or a smaller --seq-length"
         )
 
 

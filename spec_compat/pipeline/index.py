@@ -98,7 +98,8 @@ class Index:
     def remove(self, name: str) -> None:
         """Forget a file; its line stays until `close`, or until it is added again."""
         for number in self._entries.pop(name).rows:
-            self._holders.pop(number, None)
+            if self._holders.get(number) == name:  # else a later file holds it
+                del self._holders[number]
 
     def close(self) -> None:
         """Write the index anew: in the order of the rows, each file once, synced."""

@@ -37,6 +37,9 @@ from spec_compat.pipeline.stage import Job
 
 # Tokens that are decoded at a time: what is between fp8 and float32 stays in the cache.
 BLOCK = 256
+# Seconds after which a batch that does not come ends the training, which can then be continued: a
+# worker, or the network that the rows lie behind, may never come back.
+STALLED = 1800
 STATES, LAST = "hidden_states", "verifier_last_hidden_states"
 
 Batch = dict[str, Any]
@@ -75,6 +78,7 @@ def loader(
         ),
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
+        timeout=STALLED if workers else 0,
         pin_memory=torch.cuda.is_available(),
         collate_fn=Collate(total_seq_len, prefetch + 1 if workers else 1),
         worker_init_fn=partial(_end_with_what_is_lost, losing),

@@ -164,7 +164,8 @@ def load(file: Path) -> Row:
 
 def holder(file: Path) -> Path:
     """What holds the row of this `data_{i}.pt`: that file, or a shard. It need not be there."""
-    shard = index(file.parent).get(str(_number(file)))
+    index = file.parent / INDEX
+    shard = _shards(index, atomic.Stamp.of(index)).get(str(_number(file)))
     return file.parent / Path(shard).name if shard else file
 
 
@@ -182,13 +183,13 @@ def _number(file: Path) -> int:
 
 
 @lru_cache
-def index(directory: Path) -> dict[str, str]:
-    """The shard of each row that is in one."""
-    file = directory / INDEX
-    if not file.is_file():
-        return {}
-    rows: dict[str, str] = json.loads(file.read_text("utf-8"))["rows"]
-    return rows
+def _shards(index: Path, written: atomic.Stamp | None) -> dict[str, str]:
+    """The shard of each row that is in one; none of a list that is spoilt."""
+    try:
+        rows = json.loads(index.read_text("utf-8"))["rows"]
+        return {str(row): str(shard) for row, shard in rows.items()}
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        return {}  # their rows are missing then
 
 
 @lru_cache(OPEN_SHARDS)

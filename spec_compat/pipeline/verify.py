@@ -28,6 +28,8 @@ from spec_compat.pipeline.rows import Prepared, bad_rows, fault
 # more. In a mixture of experts a near-tie sends a token to another expert: the median counts alone.
 # What is stored in fp8 is off by 2.6 % more.
 MEDIAN, WORST, FP8_MEDIAN = 0.03, 0.2, 0.05
+# Rows between which those of a shard lie (prefill.WINDOW): so many shards at most.
+WINDOW = 4096
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # What a vision wrapper puts before the names of its language model's weights.
 WRAPPED = "language_model."
@@ -135,9 +137,9 @@ def _load(file: Path, files: Mapping[str, Entry]) -> dict[str, Any]:
         raise _UnreadableError(f"it cannot be loaded: {str(error).splitlines()[0]}") from None
 
 
-@lru_cache(1)
+@lru_cache(WINDOW)
 def _digest(file: Path, written: int) -> str:
-    """A shard is read once for all of its rows."""
+    """A shard is read once for all of its rows, which are far from each other."""
     return atomic.sha256(file)
 
 

@@ -151,6 +151,25 @@ def test_a_flipped_bit_and_a_missing_row_are_found_without_the_model(
     ]
 
 
+def test_each_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a step, and so of a shard, are from all over 4,096 rows."""
+    from spec_compat.pipeline import atomic, storage, verify
+    from spec_compat.pipeline.index import Index
+
+    index, kind, holders = Index(tmp_path), storage.Shards(), {}
+    for rows in ([0, 2, 4], [1, 3]):
+        file = tmp_path / f"shard_{rows[0]}.safetensors"
+        digest, _ = kind.write(file, {row: ([7], [1], [torch.ones(1, 8)] * 4) for row in rows})
+        index.add(file.name, digest, dict.fromkeys(rows, 1))
+        holders |= {str(row): file.name for row in rows}
+    (tmp_path / storage.INDEX).write_text(json.dumps({"rows": holders}))
+    read, sha256 = list[Path](), atomic.sha256
+    monkeypatch.setattr(atomic, "sha256", lambda file: (read.append(file), sha256(file))[1])
+    for row in range(5):
+        assert verify._load(tmp_path / f"data_{row}.pt", index.files)["input_ids"].tolist() == [7]
+    assert sorted(file.name for file in read) == sorted({*holders.values()})
+
+
 def test_a_verifier_that_does_not_fit_is_refused_in_one_line(
     finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:

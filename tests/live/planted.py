@@ -38,15 +38,25 @@ def wrong_layer(streams: dict[int, Any]) -> dict[int, Any]:
     return {**streams, layers[-1]: streams[layers[1]]}
 
 
+def last_of_another(streams: dict[int, Any]) -> dict[int, Any]:
+    """The batch's last token has, after the last layer, the state of its first one."""
+    last = max(streams)
+    states = streams[last].clone()
+    states[-1] = states[0]
+    return {**streams, last: states}
+
+
 def not_finite(streams: dict[int, Any]) -> dict[int, Any]:
-    """One value of the batch's first token, in the first layer, is NaN."""
-    first = min(streams)
-    states = streams[first].clone()
-    states[0, 0] = float("nan")
-    return {**streams, first: states}
+    """One value of the batch's last token, in a layer between, is infinite."""
+    between = sorted(streams)[1]
+    states = streams[between].clone()
+    states[-1, -1] = float("inf")
+    return {**streams, between: states}
 
 
-FAULTS = {fault.__name__: fault for fault in (shift, swap, wrong_layer, not_finite)}
+FAULTS = {
+    fault.__name__: fault for fault in (shift, swap, wrong_layer, last_of_another, not_finite)
+}
 
 
 def plant(worker: Any, name: str) -> None:

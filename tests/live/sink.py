@@ -10,6 +10,7 @@ import resource
 import sys
 import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,21 @@ class Full(storage.RowFiles):
         if path.name == "data_7.pt":
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().write(path, rows)
+
+
+class Ahead:
+    """How many steps sent before have no answer yet, each time that the driver sends one."""
+
+    def __init__(self, executor: Any) -> None:
+        self.counts: list[int] = []
+        self._sent: list[Any] = []
+        self._send = executor.extract
+        executor.extract = self
+
+    def __call__(self, *order: Any) -> Any:
+        self.counts.append(sum(not future.done() for future in self._sent))
+        self._sent.append(self._send(*order))
+        return self._sent[-1]
 
 
 def buffers(worker: Any) -> int:
@@ -135,7 +151,9 @@ def main(model: str, root: Path) -> None:
 
     rows = random_rows(120, 511)
     plain = extraction("rows")
+    ahead = Ahead(generator.executor)
     steps, answers = plain.run(rows, storage.RowFiles())
+    found["ahead"], found["buffers"] = [*ahead.counts], worker(buffers)
     found["tokens"] = [sum(len(rows[row][0]) for row in step) for step in steps]
     found["written"] = sorted(row for part in plain.written(answers).values() for row in part)
     found["digests"] = {file.name: file.sha256 for answer in answers for file in answer.written}
@@ -145,21 +163,28 @@ def main(model: str, root: Path) -> None:
         _steps, answers = extraction(name).run(rows, storage.Shards(**options))
         found[name] = {file.name: file.rows for answer in answers for file in answer.written}
 
-    worker(plant, args=("not_finite",))
-    bad = extraction("bad")
-    steps, answers = bad.run(rows[:20], storage.RowFiles(), most=10)
-    worker(unplant)
-    found["first of step"] = [step[0] for step in steps]
-    found["refused"] = {row.row: row.reason for answer in answers for row in answer.refused}
-    found["beside"] = sorted(row for part in bad.written(answers).values() for row in part)
+    for fault in ("not_finite", "last_of_another"):
+        worker(plant, args=(fault,))
+        bad = extraction(fault)
+        steps, answers = bad.run(rows[:20], storage.RowFiles(), most=10)
+        worker(unplant)
+        found[fault] = {
+            "last of step": [step[-1] for step in steps],
+            "refused": {row.row: row.reason for answer in answers for row in answer.refused},
+            "written": sorted(row for part in bad.written(answers).values() for row in part),
+        }
 
     _steps, answers = extraction("full").run(rows[:20], Full())
     found["failure"] = answers[-1].failure
 
     short = random_rows(60, 8)
     begun = time.monotonic()
-    extraction("slow").run(short, Slow(), most=4, buffers=2)
-    found["slow"] = {"seconds": time.monotonic() - begun, "buffers": worker(buffers)}
+    steps, answers = extraction("slow").run(short, Slow(), most=4, buffers=2)
+    seconds = time.monotonic() - begun
+    computed = accumulate(len(step) for step in steps)
+    written = accumulate(sum(len(file.rows) for file in answer.written) for answer in answers)
+    behind = [rows - there for rows, there in zip(computed, written, strict=False)]
+    found["slow"] = {"seconds": seconds, "buffers": worker(buffers), "behind": behind}
 
     print(json.dumps(found))
 

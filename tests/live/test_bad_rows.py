@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from spec_compat.pipeline import extract
 from spec_compat.pipeline.rows import BAD_ROWS, LENGTHS, Prepared
-from spec_compat.pipeline.storage import RowFiles
+from spec_compat.pipeline.storage import RowFiles, Shards
 
 pytestmark = [pytest.mark.live]
 
@@ -39,6 +39,17 @@ def test_with_skip_the_row_is_left_out_for_good(store: extract.Store) -> None:
     assert json.loads((store.directory / BAD_ROWS).read_text()) == {"2": REASON}
     assert json.loads((store.directory / LENGTHS).read_text()) == {"0": 3, "1": 2, "3": 2}
     assert extract.Store(store.directory, store.prepared, RowFiles()).missing() == [0, 1, 3]
+
+
+def test_of_a_step_with_a_missing_row_shards_are_written_anew_as_a_whole(
+    store: extract.Store,
+) -> None:
+    """A shard has the name of its first row; of those that are there it must keep its rows."""
+    sharded = extract.Store(store.directory, store.prepared, Shards())
+    (store.directory / "shard_0.safetensors").touch()
+    sharded.written("shard_0.safetensors", [0, 1, 3], "0" * 64)
+    (step,) = sharded.steps([[0, 1, 2, 3]])
+    assert (list(step.rows), step.keep) == ([0, 1, 2, 3], [0, 1, 2, 3])
 
 
 def test_more_bad_rows_than_allowed_stop_the_run(store: extract.Store) -> None:

@@ -28,7 +28,9 @@ def write(directory: Path, kind: storage.RowFiles) -> list[Path]:
     draw = torch.Generator().manual_seed(0)
     directory.mkdir()
     total = sum(LENGTHS)
-    states = [torch.randn(total, HIDDEN, generator=draw).bfloat16() * 9 for _ in range(LAYERS)]
+    sizes = 10.0 ** (torch.arange(total) % 7 - 3)[:, None]  # first tokens are often 1,000 times
+    states = [torch.randn(total, HIDDEN, generator=draw) * sizes for _ in range(LAYERS)]
+    states = [layer.bfloat16() for layer in states]
     encoded, begin = kind.encode(states), 0
     content: dict[int, storage.Content] = {}
     for row, length in enumerate(LENGTHS):
@@ -111,14 +113,32 @@ def test_the_trainer_waits_for_the_first_batch_alone_when_it_is_the_slower(
     def waited(workers: int) -> tuple[float, int]:
         job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=workers, seed=0))
         found = loader.loader(job, many, LENGTH, 1, 0, 0)
+        first = 0.0
         for _batch in found:
+            first = first or found.waited  # a busy machine takes its time to begin a worker
             time.sleep(0.3)  # computes longer than the two rows of a batch take to be read
-        return found.waited, len(found)
+        return found.waited - first, len(found)
 
     alone, batches_read = waited(0)
-    assert alone > read_seconds * len(many.files)
+    assert alone > read_seconds * 0.8 * len(many.files)
     assert waited(1)[0] < alone / 2
     assert batches_read > 8
+
+
+def test_a_worker_that_hangs_ends_the_training(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = storage.load
+
+    def hang(file: Path) -> storage.Row:
+        if torch.utils.data.get_worker_info() is not None:
+            time.sleep(60)
+        return read(file)
+
+    monkeypatch.setattr(loader, "STALLED", 2)
+    monkeypatch.setattr(storage, "load", hang)
+    with pytest.raises(RuntimeError, match="timed out after 2 seconds"):
+        batches(files, 1)
 
 
 def test_a_batch_that_cannot_be_handed_over_ends_it_in_one_line(
@@ -158,6 +178,22 @@ def test_a_file_beside_a_shard_is_not_read_for_a_row_of_it(tmp_path: Path) -> No
     assert len(storage.load(files[1])["input_ids"]) == LENGTHS[1] != LENGTHS[0]
 
 
+def test_an_index_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
+    """A process may look at a run, and once more when it has been extracted in another storage."""
+    files = write(tmp_path / "shards", storage.Shards())
+    assert storage.holder(files[1]).suffix == ".safetensors"
+    (files[1].parent / storage.INDEX).unlink()
+    assert storage.holder(files[1]) == files[1]
+
+
+@pytest.mark.parametrize("spoilt", [b"", b'{"ro', b"[]", b'{"rows": []}', b"{}", b"\xff"])
+def test_of_an_index_that_is_spoilt_no_row_is_in_a_shard(spoilt: bytes, tmp_path: Path) -> None:
+    """`verify` names the rows as missing, and the index as altered."""
+    (tmp_path / storage.INDEX).write_bytes(spoilt)
+    file = tmp_path / "data_0.pt"
+    assert storage.holder(file) == file
+
+
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize(("fp8", "tolerance"), [(False, 0.0), (True, 0.04)])
 def test_shards_give_the_same_batches(
@@ -166,8 +202,9 @@ def test_shards_give_the_same_batches(
     sharded = write(tmp_path / "shards", storage.Shards(fp8, compressed))
     for mine, reference in zip(batches(sharded), batches(files), strict=True):
         for name, tensor in reference.items():
-            if name in STATES:
-                assert float((mine[name] - tensor).norm() / tensor.norm()) <= tolerance
+            if name in STATES:  # of each token, however small it is beside others
+                off = (mine[name] - tensor).norm(dim=-1)
+                assert (off <= tolerance * tensor.norm(dim=-1)).all()
             else:
                 assert torch.equal(mine[name], tensor), name
 

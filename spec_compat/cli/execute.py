@@ -7,10 +7,14 @@ import runpy
 import sys
 import tempfile
 from importlib.util import find_spec
+from multiprocessing import spawn
 from pathlib import Path
+from typing import Any
 
 import spec_compat
 from spec_compat.errors import UserError
+
+HAND_DOWN = f"from {__name__} import hand_down; hand_down()"
 
 
 def execute(command: list[str]) -> None:
@@ -20,6 +24,7 @@ def execute(command: list[str]) -> None:
     again, so that scripts which spawn workers work.
     """
     spec_compat.arm()
+    hand_down()
     if "SPEC_COMPAT_REPORT_DIR" not in os.environ:
         os.environ["SPEC_COMPAT_REPORT_DIR"] = tempfile.mkdtemp(prefix="spec-compat-report-")
         print(
@@ -30,6 +35,20 @@ def execute(command: list[str]) -> None:
         _module(command[1:])
     else:
         _file(command)
+
+
+def hand_down() -> None:
+    """Have every process that this one spawns arm the patches before it imports the script again.
+
+    The script may import speculators at its top, which fails without them beside transformers 5.
+    """
+    command_line = spawn.get_command_line
+
+    def get_command_line(**words: Any) -> list[str]:
+        *python, program, mark = command_line(**words)
+        return [*python, f"{HAND_DOWN}; {program}", mark]
+
+    spawn.get_command_line = get_command_line
 
 
 def _module(command: list[str]) -> None:

@@ -14,7 +14,7 @@ from spec_compat.pipeline import check_head, config, display, manifest, runner
 from spec_compat.pipeline import plan as plans
 from spec_compat.pipeline import verifier as verifiers
 from spec_compat.pipeline.display import Display, closing_tables, size
-from spec_compat.pipeline.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.layout import STAGES, Layout, Stage, expanded
 from spec_compat.pipeline.plan import Plan
 from spec_compat.pipeline.verifier import Weights
 from spec_compat.support import support
@@ -60,7 +60,7 @@ def _options(
     """
     from_file = config.read_toml(file) if file else {}
     output = flags.get("output", from_file.get("output"))
-    earlier = manifest.find(Path(output).expanduser()) if output else None
+    earlier = manifest.find(expanded(output)) if output else None
     if earlier is None:
         return config.load(flags, file), {}
     return config.load(flags, file, earlier.options), earlier.weights

@@ -66,7 +66,7 @@ class RunConfig(BaseModel):
         "Regular expression of an assistant's turn (default: from the chat template).",
     )
     turn_dropout: bool = _option(False, "prepare", "Keep a random number of turns of every row.")
-    seed: int = _option(0, "prepare", "Seed of every random choice.", ge=0)
+    seed: int = _option(0, "prepare", "Seed of every random choice.", ge=0, lt=2**32)
     num_preprocessing_workers: int | None = _option(
         None, None, "Processes that tokenize (default: 8, or one for each CPU).", ge=1
     )
@@ -192,6 +192,17 @@ class RunConfig(BaseModel):
             raise ValueError("a size, as 500GB")
         return value
 
+    @field_validator("assistant_pattern")
+    @classmethod
+    def _check_assistant_pattern(cls, value: str | None) -> str | None:
+        try:
+            groups = re.compile(value).groups if value is not None else 1
+        except re.error as error:
+            raise ValueError(f"a regular expression ({error})") from None
+        if not groups:
+            raise ValueError("a regular expression with the assistant's text in parentheses")
+        return value
+
     @field_validator("server_url")
     @classmethod
     def _check_server_url(cls, value: str) -> str:
@@ -259,7 +270,7 @@ def load(
 def read_toml(file: Path) -> dict[str, Any]:
     """Options of a TOML file, keys with dashes or underscores. Raises UserError."""
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        table = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"--config {file}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

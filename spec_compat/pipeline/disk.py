@@ -23,6 +23,7 @@ ERRORS = (
     errno.EPERM,
     errno.EIO,
     errno.ESTALE,
+    errno.ENAMETOOLONG,
 )
 # A file lies where a directory belongs, or the other way round.
 MISPLACED = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,11 @@ from typing import Literal, get_args
 
 Stage = Literal["prepare", "extract", "map", "train", "export"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+def expanded(path: str | Path) -> Path:
+    """The path without a leading ~; as it is where nobody has such a home, as a shell leaves it."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111  that of pathlib raises RuntimeError
 
 
 @dataclass(frozen=True)

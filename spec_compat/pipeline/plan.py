@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline import conversations, verifier, zstd
 from spec_compat.pipeline.config import DRAFT_VOCAB_SIZE, SEQ_LENGTH, ResolvedConfig, RunConfig
 from spec_compat.pipeline.conversations import FileCheck
+from spec_compat.pipeline.layout import expanded
 from spec_compat.pipeline.verifier import HeadGeometry, Progress, Verifier, Weights
 
 NAME_BYTES = 100
@@ -77,7 +79,7 @@ def make(config: RunConfig, weights: Mapping[str, Weights] | None = None) -> Pla
     `weights` are what an earlier run knew of the verifier's.
     """
     geometry = verifier.read(config.model, config.trust_remote_code)
-    directory = Path(config.model).expanduser()
+    directory = expanded(config.model)
     model = str(directory.resolve()) if directory.is_dir() else config.model
     layer_ids = config.layer_ids or geometry.default_layer_ids
     verifier.check_layer_ids(layer_ids, geometry.num_layers)
@@ -92,9 +94,8 @@ def make(config: RunConfig, weights: Mapping[str, Weights] | None = None) -> Pla
         {
             **config.model_dump(),
             "model": model,
-            # Whatever the order in which they are given, it is the same run.
-            "data": tuple(sorted(_source(data) for data in config.data)),
-            "output": config.output.expanduser().resolve(),
+            "data": _sources(config.data),
+            "output": expanded(config.output).resolve(),
             "seq_length": _fit(config.seq_length, geometry.max_length),
             "layer_ids": layer_ids,
             "draft_vocab_size": draft_vocab_size,
@@ -152,10 +153,19 @@ def _directory_name(source: str) -> str:
     return name.encode()[:NAME_BYTES].decode(errors="ignore") or "data"
 
 
+def _sources(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Whatever the order in which they are given, it is the same run."""
+    sources = sorted(map(_source, given))
+    for source, following in pairwise(sources):
+        if source == following:  # what is held out would be trained on
+            raise UserError(f"--data {source}: given twice")
+    return tuple(sources)
+
+
 def _source(data: str) -> str:
     if data in PRESETS:
         return data
-    path = Path(data).expanduser()
+    path = expanded(data)
     if path.suffix not in conversations.SUFFIXES:
         raise UserError(f"--data {data}: neither a .json or .jsonl file nor {', '.join(PRESETS)}")
     if not path.is_file():

@@ -23,6 +23,7 @@ import spec_compat
 from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic, conversations
 from spec_compat.pipeline.events import Events
+from spec_compat.pipeline.layout import expanded
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.plan import Dataset
 from spec_compat.pipeline.stage import Job, Result
@@ -43,6 +44,7 @@ def run(job: Job) -> Result:
     """Write `prepared/<dataset>/`: columns input_ids and loss_mask, int64 of equal length a row."""
     spec_compat.require(stage="prepare", scope="driver")
     random.seed(job.config.seed)
+    check_tokenizer(job.config.model, job.config.trust_remote_code)
     counts: Counter[str] = Counter()
     digests: dict[str, str] = {}
     outputs: dict[str, str] = {}
@@ -55,6 +57,19 @@ def run(job: Job) -> Result:
             outputs[job.layout.relative(file)] = atomic.sha256(file)
             size += file.stat().st_size
     return Result(digest_of(digests), dict(counts), outputs, size)
+
+
+def check_tokenizer(model: str, trust_remote_code: bool) -> None:
+    """Raise UserError where the verifier's tokenizer cannot be loaded, whatever that raises."""
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk
+            raise
+        cause = str(error).strip().partition("\n")[0]
+        raise UserError(f"--model {model}: its tokenizer cannot be loaded: {cause}") from error
 
 
 def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str], str]:
@@ -84,7 +99,7 @@ def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str],
                 seed=config.seed,
                 max_samples=config.max_samples,
                 token_freq_path=str(directory / "token_freq.pt"),
-                cache_dir=str(config.hf_cache_dir or scratch / "hf"),
+                cache_dir=str(expanded(config.hf_cache_dir or scratch / "hf")),
                 assistant_pattern=config.assistant_pattern,
                 turn_dropout=config.turn_dropout,
             )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic
+from spec_compat.pipeline.layout import expanded
 
 # Files read so far, and files to read.
 Progress = Callable[[int, int], None]
@@ -105,7 +106,7 @@ def read(model: str, trust_remote_code: bool = False) -> Verifier:
             "pass --trust-remote-code if you trust it"
         )
     directory = config_file.parent
-    if Path(model).expanduser().is_dir():
+    if expanded(model).is_dir():
         _check_files(directory, trust_remote_code)
     text = language(config)
     missing = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if key not in text]
@@ -223,7 +224,7 @@ def weight_bytes(model: str) -> int:
 
     Beside its shards a model may have the same weights once more (consolidated.safetensors).
     """
-    whole = Path(model).expanduser()
+    whole = expanded(model)
     index = _file(model, INDEX)
     if index is None:
         return sum(file.stat().st_size for file in whole.glob("*.safetensors"))
@@ -250,7 +251,7 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
 
 
 def _config_file(model: str) -> Path:
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"--model {model}: no config.json in this directory")
@@ -298,7 +299,7 @@ def _known(content: Mapping[str, Any]) -> bool:
 
 def _file(model: str, name: str) -> Path | None:
     """A file of the model, where it has it."""
-    directory = Path(model).expanduser()
+    directory = expanded(model)
     if directory.is_dir():
         return directory / name if (directory / name).is_file() else None
 

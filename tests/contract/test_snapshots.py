@@ -97,6 +97,7 @@ CLAIMS: dict[tuple[str, str], Holds] = {
 # the one that was run.
 NAMED = {
     ("extract/capture", "0.11.0"),
+    ("extract/executor", "0.32.0"),  # seen there, not with 0.16
     ("extract/hashing", "0.11.0"),
     ("extract/model-runner", "0.20.2"),
     ("extract/model-runner", "0.22.0"),  # a default that vLLM computes from the model

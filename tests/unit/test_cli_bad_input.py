@@ -46,6 +46,9 @@ def assert_refused(result: Result, *expected: str) -> None:
         ("./nowhere", "--model ./nowhere: no such directory"),
         ("no-such/model", "--model no-such/model: no such directory, and not available"),
         ("d.jsonl", "--model d.jsonl: this is a file, not a model's directory"),
+        ("~nobody-of-that-name/x", "--model ~nobody-of-that-name/x: no such directory"),
+        ("two\nlines", r"--model two\nlines: no such directory"),
+        ("n" * 300, "file name too long"),
         ("site", "--model site: no config.json"),
     ],
 )
@@ -59,10 +62,17 @@ def test_a_missing_model(root: Path, model: str, expected: str) -> None:
         ("nowhere.jsonl", "--data nowhere.jsonl: no such file"),
         ("nowhere", "--data nowhere: neither a .json or .jsonl file nor sharegpt, ultrachat"),
         ("site", "--data site: neither"),
+        ("~nobody-of-that-name/x.jsonl", "--data ~nobody-of-that-name/x.jsonl: no such file"),
+        (f"{'n' * 300}.jsonl", "file name too long"),
     ],
 )
 def test_missing_data(root: Path, data: str, expected: str) -> None:
     assert_refused(run(data=data), expected)
+
+
+def test_data_that_is_given_twice(root: Path) -> None:
+    """What is held out of the one would be trained on in the other."""
+    assert_refused(run("--data", "./d.jsonl"), f"--data {root / 'd.jsonl'}: given twice")
 
 
 def test_a_line_that_does_not_parse(root: Path) -> None:
@@ -85,6 +95,10 @@ def test_no_usable_conversation(root: Path) -> None:
         (("--layer-ids", "two"), "--layer-ids"),
         (("--draft-vocab-size", "513"), "--draft-vocab-size 513: the verifier has only 512 tokens"),
         (("--seq-length", "1000"), "--seq-length 1000: the verifier takes 512 tokens"),
+        (("--output", "n" * 300), "file name too long"),
+        (("--seed", str(2**64)), "--seed: input should be less than 4294967296"),
+        (("--assistant-pattern", "(a"), "--assistant-pattern: a regular expression (missing )"),
+        (("--assistant-pattern", "a"), "--assistant-pattern: a regular expression with the"),
         (("--epochs", "0"), "--epochs: input should be greater than or equal to 1"),
         (("--sink-buffers", "1"), "--sink-buffers: input should be greater than or equal to 2"),
         (("--sink-buffers", "two"), "--sink-buffers: input should be a valid integer"),

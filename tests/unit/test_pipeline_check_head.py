@@ -227,6 +227,15 @@ def test_a_directory_that_is_no_head_is_the_users_error(directory: Path, missing
         check_head.check(directory / "nowhere")
 
 
+def test_the_directory_of_a_model_is_not_sound(directory: Path) -> None:
+    """Nor is it a crash of the command, which looks for what a head's config would have."""
+    verifier = directory.parent / "verifier"
+    (verifier / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    done = CliRunner().invoke(app, ["check-head", str(verifier)])
+    assert done.exit_code == 4, done.exception
+    assert "problem: speculators_config" in done.stdout
+
+
 def test_a_cut_file_is_the_users_error(directory: Path) -> None:
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])

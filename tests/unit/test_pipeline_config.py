@@ -90,3 +90,9 @@ def test_every_option_says_which_stage_depends_on_it() -> None:
 def test_the_options_of_a_run_survive_the_manifest() -> None:
     options = config.load({**GIVEN, "layer_ids": "2,4,5,7", "verifier_name": "org/name"})
     assert config.RunConfig.model_validate(options.model_dump(mode="json")) == options
+
+
+def test_a_byte_order_mark_before_the_options_is_no_fault(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(b"\xef\xbb\xbfepochs = 3\r\n")
+    assert config.read_toml(file) == {"epochs": 3}

@@ -72,6 +72,7 @@ def test_the_docstring_travels_with_the_patch(discover, tmp_path: Path) -> None:
         ({"extract/a.py": source(module="torch.nn")}, "torch.nn is outside speculators"),
         ({"extract/a.py": source(module="vllm.config")}, "vllm.config is outside speculators"),
         ({"extract/a.py": source(module="transformers.x")}, "is outside speculators"),
+        ({"extract/a.py": source(module="torchvision.io")}, "is outside speculators"),
         ({"extract/a.py": source(module="speculators_x")}, "is outside speculators"),
         ({"serve/a.py": source(module="torch")}, "torch is outside speculators and vllm"),
         ({"extract/a.py": source(when={"numpy": ">1"})}, "`when` knows vllm, .*, not numpy"),

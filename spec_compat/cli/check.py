@@ -15,8 +15,10 @@ from rich.table import Table
 from spec_compat import versions
 from spec_compat.pipeline import check_head, serve
 from spec_compat.pipeline.check_head import Head
-from spec_compat.pipeline.serve import Served
+from spec_compat.pipeline.serve import Run, Served
 
+# Share of a text from which on it passes for the verifier's own.
+OWN = 0.9
 FOUND = 4  # exit code: what was asked about is there, and is not sound
 
 
@@ -45,8 +47,10 @@ def head(
     if with_vllm and not problems:
         problems += content["serving"]
     if with_vllm and not problems:
-        served, expected = _serve(directory, found, interpreter, prompts, options)
-        content |= {"served": asdict(served), "expected": expected}
+        run = serve.run_of(directory)
+        served = _serve(directory, found, interpreter, prompts, run, options)
+        content |= {"served": asdict(served), "expected": run.expected if run else None}
+        content["own_answers"] = run.own if run else None
         if served.different:
             problems.append(
                 f"{served.different} of {served.prompts} answers are others than without the head"
@@ -94,17 +98,20 @@ def _serving(architectures: list[str], python: Path) -> list[str]:
 
 
 def _serve(
-    directory: Path, head: Head, python: Path, prompts: Path | None, options: dict[str, Any]
-) -> tuple[Served, list[float] | None]:
-    run = serve.run_of(directory)
+    directory: Path,
+    head: Head,
+    python: Path,
+    prompts: Path | None,
+    run: Run | None,
+    options: dict[str, Any],
+) -> Served:
     if prompts is not None:
         questions = serve.from_file(prompts)
     else:
         questions = run.prompts if run and run.prompts else serve.chats()
     options = {**(run.options if run else {}), **options}
     with Console(stderr=True).status("decoding") as status:
-        served = serve.serve(directory, head, questions, python, options, status.update)
-    return served, run.expected if run else None
+        return serve.serve(directory, head, questions, python, options, status.update)
 
 
 def _print(content: dict[str, Any]) -> None:
@@ -114,6 +121,11 @@ def _print(content: dict[str, Any]) -> None:
             f"drafts; {served['near_ties']} answers part at a near-tie from those without the head"
         )
         Console().print(_acceptance(served, content["expected"]))
+        if (own := content["own_answers"]) is not None and own < OWN:
+            print(
+                f"note: the verifier itself would have said {own:.0%} of the text that training "
+                "measured on; of its own text, which it serves, other shares are accepted"
+            )
     for problem in content["problems"]:
         print(f"problem: {problem}")
     if not content["problems"] and not served:

@@ -159,9 +159,12 @@ def size(number: float) -> str:
 
 def _validation(train: StageRecord) -> Table:
     metrics, acceptance = train.counts["validation"], train.counts["acceptance"]
+    caption = f"expected acceptance length: {train.counts['expected_acceptance_length']:.2f}"
+    if (own := train.counts.get("own_answers")) is not None:
+        caption += f"; the verifier itself would have said {own:.0%} of this text"
     table = Table(
         title=f"Validation after epoch {train.counts['epochs']}",
-        caption=f"expected acceptance length: {train.counts['expected_acceptance_length']:.2f}",
+        caption=caption,
         title_justify="left",
         caption_justify="left",
     )

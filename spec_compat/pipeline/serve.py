@@ -77,10 +77,14 @@ class Served:
 
 @dataclass(frozen=True)
 class Run:
-    """What the run that a head comes from knows: prompts, the figures expected, vLLM's options."""
+    """What the run that a head comes from knows: prompts, the figures expected, vLLM's options.
+
+    `own` is the share of the verifier's own choices in the text that they were measured on.
+    """
 
     prompts: Prompts
     expected: list[float]
+    own: float
     options: dict[str, Any]
 
 
@@ -110,7 +114,8 @@ def run_of(directory: Path) -> Run | None:
         return None
     options = {name: manifest.options[name] for name in LLM_OPTIONS}
     prompts = [_question(layout, Path(file)) for file in train.counts["held_out"]]
-    return Run([ids for ids in prompts if ids], train.counts["acceptance"], options)
+    own = train.counts.get("own_answers", 1.0)
+    return Run([ids for ids in prompts if ids], train.counts["acceptance"], own, options)
 
 
 def from_file(file: Path) -> Prompts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -92,12 +92,24 @@ def trained_on(model: Any, states: Tensor) -> Tensor:
     return logits
 
 
+class Acceptance(NamedTuple):
+    """What a server is expected to accept of a head's drafts, and how far that can be relied on.
+
+    `shares`: of positions at which the first, the first two, ... drafted tokens are all right.
+    `own`: of the tokens that this was measured on, those that the verifier itself would have said.
+    A server's text is all the verifier's own: where little of this one is, it accepts less.
+    """
+
+    shares: list[float]
+    own: float
+
+
 def acceptance(
     model: Any, verifier: Verifier, batches: Iterable[dict[str, Any]], ttt_steps: int
-) -> list[float]:
-    """Share of positions at which the first, the first two, ... drafted tokens are all right.
+) -> Acceptance:
+    """Measure a head on batches of rows.
 
-    These are the `full_acc_i` of speculators' validation (models/eagle3/core.py,
+    The shares are the `full_acc_i` of speculators' validation (models/eagle3/core.py,
     compute_accuracy) with three differences, each of which brings them nearer to what a server
     counts as vllm:spec_decode_num_accepted_tokens_per_pos over num_drafts at temperature 0:
     positions of all batches weigh the same, where speculators averages batches of different size;
@@ -107,7 +119,7 @@ def acceptance(
     own token, and each drafted one that it accepts with all before it.
     """
     device = next(model.parameters()).device
-    counts = torch.zeros(2, ttt_steps, dtype=torch.float64, device=device)
+    counts = torch.zeros(2, ttt_steps + 1, dtype=torch.float64, device=device)
     model.eval()
     for batch in batches:
         there = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
@@ -116,10 +128,22 @@ def acceptance(
         tokens = torch.cat([draft + model.d2t[draft] for draft in drafts])
         right = verifier.tokens(there["verifier_last_hidden_states"][0])
         mask, positions = there["loss_mask"][0].bool(), there["position_ids"][0]
-        counts += chain(tokens, right, mask, positions)
+        counts[:, :-1] += chain(tokens, right, mask, positions)
+        counts[:, -1] += own(there["input_ids"][0], right, mask, positions)
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(counts)
-    return [float(share) for share in counts[0] / counts[1].clamp_min(1)]
+    *shares, said = (counts[0] / counts[1].clamp_min(1)).tolist()
+    return Acceptance(shares, said)
+
+
+def own(ids: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    """Tokens of the assistant that are the verifier's choice, and all of them, int64 [2].
+
+    All are [n], of packed rows as the trainer shifts them: `right` at a position stands for the
+    token at the next one. See `chain`.
+    """
+    said = mask[:-1] & (positions.diff() == 1)
+    return torch.stack([(said & (ids[1:] == right[:-1])).sum(), said.sum()])
 
 
 def chain(tokens: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Tensor:

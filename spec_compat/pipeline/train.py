@@ -98,8 +98,9 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     measured = {
         "tokens_per_second": round(trained / seconds, 1),
         "waited_for_data": round(train_loader.waited / seconds, 4),
-        "acceptance": acceptance,
-        "expected_acceptance_length": 1 + sum(acceptance),
+        "acceptance": acceptance.shares,
+        "expected_acceptance_length": 1 + sum(acceptance.shares),
+        "own_answers": acceptance.own,
     }
     return _result(job, metrics, train, validation, total_seq_len, measured)
 

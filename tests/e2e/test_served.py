@@ -74,6 +74,7 @@ def test_the_server_accepts_what_training_reported(
     served, expected = found["served"], found["expected"]
     counts = json.loads((trained / "manifest.json").read_text())["stages"]["train"]["counts"]
     assert expected == counts["acceptance"]
+    assert found["own_answers"] == counts["own_answers"] > 0.9  # or it would be another text
     assert served["different"] == 0
     assert served["drafts"] > 200
     assert abs(served["acceptance"][0] - expected[0]) < 0.05, (served, expected)

@@ -35,6 +35,19 @@ def test_a_draft_counts_within_one_turn_of_one_row() -> None:
     assert counted(tokens, right, positions=[1, 2, 3, 1, 2, 3]) == [[4, 2, 0], [4, 2, 0]]
 
 
+def test_own_tokens_are_those_that_the_verifier_would_have_said() -> None:
+    ids, right = torch.tensor([4, 5, 6, 7, 8, 9]), torch.tensor([5, 0, 7, 8, 9, 0])
+
+    def own(mask: list[int], positions: list[int]) -> list[int]:
+        on = torch.tensor(mask).bool()
+        found: list[int] = targets.own(ids, right, on, torch.tensor(positions)).tolist()
+        return found
+
+    assert own([1] * 6, [1, 2, 3, 4, 5, 6]) == [4, 5]  # what follows the last is not known
+    assert own([1, 1, 1, 0, 0, 1], [1, 2, 3, 4, 5, 6]) == [2, 3]
+    assert own([1] * 6, [1, 2, 3, 1, 2, 3]) == [3, 4]  # 7 begins another row
+
+
 def results(answers: list[list[int]], **drafted: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     plain = {"tokens": [[1, 2, 3]], "logprobs": [[{"1": -0.1}, {"2": -0.7, "9": -0.8}, {"3": 0.0}]]}
     counters = {"num_drafts": 4, "num_accepted_tokens": 3, "num_accepted_tokens_per_pos": [2, 1]}

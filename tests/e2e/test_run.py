@@ -282,13 +282,14 @@ def test_a_crash_is_one_line_with_the_log(
     cli: Command, given: list[str], tiny_llama: Path, tmp_path: Path
 ) -> None:
     broken = shutil.copytree(tiny_llama, tmp_path / "broken")
-    (broken / "tokenizer.json").write_text("{}")
+    weights = broken / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
     run = tmp_path / "run"
-    done = cli("prepare", *given, "--model", str(broken), "--output", str(run))
+    done = cli("run-pipeline", *given, "--model", str(broken), "--output", str(run))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: prepare: ")
-    log = run / "logs" / "prepare.log"
+    assert line.startswith("error: extract: ")
+    log = run / "logs" / "extract.log"
     assert line.endswith(f"the log is {log}")
     assert "Traceback" in log.read_text()
 

@@ -107,6 +107,8 @@ class Store:
         directory.mkdir(parents=True, exist_ok=True)
         for part in directory.glob(".*.part"):
             part.unlink()
+        if INDEX not in storage.lists:  # it would name other rows to the trainer
+            (directory / INDEX).unlink(missing_ok=True)
         self.bad = bad_rows(directory)
         self.index = Index(directory)
         self.altered = self.index.check()

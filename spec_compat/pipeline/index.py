@@ -32,6 +32,8 @@ from typing import BinaryIO, NamedTuple
 from spec_compat.pipeline import atomic
 
 NAME = "rows.index"
+# Where there are shards: which of them has a row, for the trainer.
+SHARDS = "index.json"
 
 
 class Entry(NamedTuple):

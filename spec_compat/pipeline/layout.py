@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from spec_compat.errors import UserError
+
 Stage = Literal["prepare", "extract", "map", "train", "export"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 def expanded(path: str | Path) -> Path:
-    """The path without a leading ~; as it is where nobody has such a home, as a shell leaves it."""
+    """The path without a leading ~; as it is where nobody has such a home, as a shell leaves it.
+
+    Raises UserError for what no file system has a name for.
+    """
+    if "\0" in str(path):
+        raise UserError(f"{str(path)!r}: a path cannot have a NUL byte")
     return Path(os.path.expanduser(path))  # noqa: PTH111  that of pathlib raises RuntimeError
 
 
@@ -99,6 +106,11 @@ class Layout:
                     shutil.rmtree(there)
                 else:
                     there.unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """Remove a file by its name in the run; one that leads out of it is somebody else's."""
+        if not (name.startswith("/") or ".." in name.split("/")):
+            (self.root / name).unlink(missing_ok=True)
 
     def relative(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()

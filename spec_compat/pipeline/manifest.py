@@ -16,9 +16,9 @@ from pydantic import BaseModel
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, fingerprints
+from spec_compat.pipeline import atomic, fingerprints, verifier
 from spec_compat.pipeline.config import RunConfig, flag, options_of, stage_of
-from spec_compat.pipeline.index import Index
+from spec_compat.pipeline.index import SHARDS, Index
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.plan import Plan
 from spec_compat.pipeline.verifier import Weights
@@ -176,7 +176,11 @@ def inputs(manifest: Manifest, plan: Plan, stage: Stage) -> dict[str, str]:
     options = options_of(plan.config, stage)
     if stage == "export" and plan.config.verifier_name is None:
         options["verifier_name"] = plan.config.model
+    if stage in fingerprints.TOKENIZER_STAGES and verifier.offers_code(plan.config.model):
+        options["trust_remote_code"] = plan.config.trust_remote_code  # it is another tokenizer
+    geometry = {"the verifier's vocabulary": str(plan.verifier.vocab_size)}
     return {
+        **(geometry if stage == "map" else {}),
         **{name: plan.sources[name] for name in plan.sources if _reads(stage, name)},
         **{flag(name): json.dumps(options[name]) for name in options if name not in BY_CONTENT},
         **fingerprints.of(stage, plan.config.model),
@@ -201,21 +205,36 @@ def fault(manifest: Manifest, plan: Plan, layout: Layout, stage: Stage) -> str |
             return f"{name} was {old}, is {new}" if short else f"{name} has changed"
     if record.finished is None:
         return ""
-    for name, digest in record.outputs.items():
-        stamp = atomic.Stamp.of(layout.root / name)
-        if stamp is None:
-            return f"{name} is missing"
-        if stamp != record.stamps.get(name) and atomic.sha256(layout.root / name) != digest:
-            return f"{name} has been altered"
+    for name, reason in _altered(record, layout):
+        return f"{name} {reason}"
     if stage == "extract":
-        return _altered_rows(plan, layout, record.counts["rows"])
+        return _altered_rows(plan, layout, record)
     return None
 
 
-def _altered_rows(plan: Plan, layout: Layout, rows: int) -> str | None:
-    there = 0
+def drop_altered(record: StageRecord, layout: Layout) -> None:
+    """Remove the outputs that are not what was recorded: a stage that kept them would vouch."""
+    for name, _reason in list(_altered(record, layout)):
+        layout.remove(name)
+
+
+def _altered(record: StageRecord, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Outputs that are not what was recorded, each with the reason."""
+    for name, digest in record.outputs.items():
+        stamp = atomic.Stamp.of(layout.root / name)
+        if stamp is None:
+            yield name, "is missing"
+        elif stamp != record.stamps.get(name) and atomic.sha256(layout.root / name) != digest:
+            yield name, "has been altered"
+
+
+def _altered_rows(plan: Plan, layout: Layout, record: StageRecord) -> str | None:
+    there, rows = 0, record.counts["rows"]
     for dataset in plan.datasets:
         index = Index(layout.rows(dataset.name))
+        shards = layout.relative(index.directory / SHARDS)
+        if shards not in record.outputs and (layout.root / shards).exists():
+            return f"{shards} is not of this run"
         for name, reason in index.check().items():
             return f"{layout.relative(index.directory / name)}: {reason}"
         there += len(index)

@@ -96,6 +96,7 @@ def make(config: RunConfig, weights: Mapping[str, Weights] | None = None) -> Pla
             "model": model,
             "data": _sources(config.data),
             "output": expanded(config.output).resolve(),
+            "hf_cache_dir": config.hf_cache_dir and expanded(config.hf_cache_dir),
             "seq_length": _fit(config.seq_length, geometry.max_length),
             "layer_ids": layer_ids,
             "draft_vocab_size": draft_vocab_size,

@@ -23,7 +23,6 @@ import spec_compat
 from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic, conversations
 from spec_compat.pipeline.events import Events
-from spec_compat.pipeline.layout import expanded
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.plan import Dataset
 from spec_compat.pipeline.stage import Job, Result
@@ -99,7 +98,7 @@ def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str],
                 seed=config.seed,
                 max_samples=config.max_samples,
                 token_freq_path=str(directory / "token_freq.pt"),
-                cache_dir=str(expanded(config.hf_cache_dir or scratch / "hf")),
+                cache_dir=str(config.hf_cache_dir or scratch / "hf"),
                 assistant_pattern=config.assistant_pattern,
                 turn_dropout=config.turn_dropout,
             )

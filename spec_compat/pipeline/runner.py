@@ -141,6 +141,8 @@ def _run_stage(
     before = manifest.stages.get(stage)
     if before is None or before.inputs != inputs:
         layout.clear(stage)
+    else:
+        manifests.drop_altered(before, layout)
     # Until there is a new digest the old one stands: the stages after this one may be kept.
     digest = before.digest if before is not None else ""
     record = StageRecord(inputs=inputs, started=manifests.now(), digest=digest)

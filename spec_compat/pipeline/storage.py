@@ -15,14 +15,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from spec_compat.pipeline import atomic, zstd
+from spec_compat.pipeline.index import SHARDS as INDEX
 
 Kind = Literal["rows", "shards"]
 Row = dict[str, Any]
 # Token ids, loss mask, and what `encode` made of the row's states.
 Content = tuple[list[int], list[int], list[Tensor]]
 
-# The shard of each row, beside the shards.
-INDEX = "index.json"
 # The key in a shard's metadata: its states are compressed, and have this dtype.
 ZSTD = "zstd"
 FP8 = torch.float8_e4m3fn

@@ -287,6 +287,13 @@ def brings_code(model: str) -> str:
     return ""
 
 
+def offers_code(model: str) -> bool:
+    """Whether it has Python code of its own for what transformers does without."""
+    files = filter(None, (_file(model, name) for name in CODE_FILES))
+    parts = (part for content in map(_read_json, files) for part in (content, language(content)))
+    return any("auto_map" in part for part in parts) and not brings_code(model)
+
+
 def _known(content: Mapping[str, Any]) -> bool:
     """Whether transformers itself has the class of a config, a tokenizer or a processor."""
     import transformers

@@ -210,6 +210,15 @@ def touch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         os.utime(file, (1, 1))
 
 
+def larger_vocabulary(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_verifier(root / "model", vocab_size=600)
+
+
+def own_code(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a class that transformers has too: which is taken depends on --trust-remote-code."""
+    make_verifier(root / "model", auto_map={"AutoConfig": "configuration_llama.LlamaConfig"})
+
+
 def copy_model(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(root / "model", root / "copy")
     shutil.rmtree(root / "model")
@@ -236,6 +245,26 @@ TOKENIZER, TEMPLATE = "the tokenizer has changed", "the chat template has change
         (rewrite("model/vocab.txt", "a"), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
         (rewrite("model/chat_template.jinja", "x"), {}, {"prepare": TEMPLATE}),
         (rewrite("model/README.md", "x"), {}, {}),
+        (
+            larger_vocabulary,
+            {"draft_vocab_size": 512},
+            {
+                "extract": "model has changed",
+                "map": "the verifier's vocabulary was 512, is 600",
+                "train": "model has changed",
+            },
+        ),
+        (touch, {"trust_remote_code": True}, {}),
+        (
+            own_code,
+            {"trust_remote_code": True},
+            {
+                "prepare": "--trust-remote-code was false, is true",
+                "map": "--trust-remote-code was false, is true",
+                "extract": "model has changed",
+                "train": "model has changed",
+            },
+        ),
         (
             release("speculators", "0.4.0"),
             {},
@@ -328,6 +357,22 @@ def test_an_altered_or_missing_file_is_named(root: Path) -> None:
     assert manifest.fault(begun, made, layout, "prepare") == "prepared/d/data.arrow is missing"
 
 
+def test_what_is_altered_is_not_gone_on_with(root: Path) -> None:
+    """A stage that keeps what is there would record it as its own."""
+    begun, _, layout = finished(root)
+    record, file = begun.stages["prepare"], layout.prepared("d") / "data.arrow"
+    manifest.drop_altered(record, layout)
+    assert file.exists()
+    (layout.prepared("d") / "kept").touch()
+    outside = root / "outside"
+    outside.touch()
+    record.outputs |= {"../outside": "0", str(outside): "0", "prepared/d/gone": "0"}
+    file.write_text("ROWS")
+    manifest.drop_altered(record, layout)
+    assert outside.exists()
+    assert [there.name for there in file.parent.iterdir()] == ["kept"]
+
+
 def test_rows_that_the_index_has_lost_are_missed(root: Path) -> None:
     made, layout = planned(root), Layout(root / "run")
     layout.rows("d").mkdir(parents=True)
@@ -335,10 +380,24 @@ def test_rows_that_the_index_has_lost_are_missed(root: Path) -> None:
     file = layout.rows("d") / "data_0.pt"
     file.write_text("states")
     index.add(file.name, atomic.sha256(file), {0: 3})
-    assert manifest._altered_rows(made, layout, 1) is None
-    assert manifest._altered_rows(made, layout, 2) == "1 of 2 rows are in the index"
+    record = StageRecord(inputs={}, started="", counts={"rows": 1})
+    assert manifest._altered_rows(made, layout, record) is None
+    more = record.model_copy(update={"counts": {"rows": 2}})
+    assert manifest._altered_rows(made, layout, more) == "1 of 2 rows are in the index"
     file.write_text("STATES!")
-    assert manifest._altered_rows(made, layout, 1) == "gen/d/data_0.pt: it has 7 bytes, not 6"
+    assert manifest._altered_rows(made, layout, record) == "gen/d/data_0.pt: it has 7 bytes, not 6"
+
+
+def test_a_list_of_shards_that_the_run_did_not_write_is_found(root: Path) -> None:
+    """The trainer would read the shards that it names."""
+    made, layout = planned(root), Layout(root / "run")
+    layout.rows("d").mkdir(parents=True)
+    (layout.rows("d") / "index.json").write_text('{"rows": {"0": "shard_0.safetensors"}}')
+    record = StageRecord(inputs={}, started="", counts={"rows": 0})
+    reason = manifest._altered_rows(made, layout, record)
+    assert reason == "gen/d/index.json is not of this run"
+    record.outputs["gen/d/index.json"] = "0"
+    assert manifest._altered_rows(made, layout, record) is None
 
 
 def test_the_code_of_a_patch_counts_and_its_words_do_not(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from typing import BinaryIO, NamedTuple
 from spec_compat.pipeline import atomic
 
 NAME = "rows.index"
-# Where there are shards: which of them has a row, for the trainer.
+# Beside it, where rows lie in shards: the shard of each row, for the trainer (storage.py).
 SHARDS = "index.json"
 
 

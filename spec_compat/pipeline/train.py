@@ -235,7 +235,9 @@ class Metrics(logging.Handler):
     @property
     def validation(self) -> dict[str, float]:
         """The last validation, by the names of the training metrics; empty if its log is gone."""
-        last = next((record["val"] for record in reversed(self.records) if "val" in record), {})
+        last: dict[str, float] = next(
+            (record["val"] for record in reversed(self.records) if "val" in record), {}
+        )
         return {name.removesuffix("_epoch"): value for name, value in last.items()}
 
 

@@ -15,7 +15,7 @@ from spec_compat.pipeline import atomic, config, fingerprints, manifest, plan
 from spec_compat.pipeline.index import Index
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest, StageRecord
-from tests.unit.pipeline_inputs import TURNS, make_data, make_verifier
+from tests.unit.pipeline_inputs import TURNS, make_data, make_verifier, weights
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_other_content_under_the_same_path_is_done_again_and_says_so(
 ) -> None:
     monkeypatch.setattr(manifest, "_altered_rows", lambda *_: None)
     begun, layout = all_done(root), Layout(root / "run")
-    (root / "model" / "model.safetensors").write_bytes(b"other")
+    (root / "model" / "model.safetensors").write_bytes(weights(b"other"))
     made = planned(root)
     manifest.refuse_another_run(begun, made, None)
     assert manifest.fault(begun, made, layout, "prepare") is None
@@ -237,7 +237,7 @@ TOKENIZER, TEMPLATE = "the tokenizer has changed", "the chat template has change
             {"prepare": "data d has changed"},
         ),
         (
-            rewrite("model/model.safetensors", "other"),
+            rewrite("model/model.safetensors", weights(b"other").decode()),
             {},
             {"extract": "model has changed", "train": "model has changed"},
         ),

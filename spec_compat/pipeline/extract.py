@@ -94,7 +94,8 @@ def run(job: Job) -> Result:
         "layer_ids": list(config.layer_ids),
     }
     digest = digest_of({name: store.index.digest() for name, store in stores.items()})
-    return Result(digest, counts, outputs, sum(store.index.bytes for store in stores.values()))
+    size_on_disk = sum(store.index.bytes for store in stores.values())
+    return Result(digest, counts, outputs, size_on_disk, job.manifest.stages["extract"].parts)
 
 
 class Store:

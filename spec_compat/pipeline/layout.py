@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -97,11 +98,16 @@ class Layout:
             "export": (self.head,),
         }[stage]
 
-    def clear(self, stage: Stage) -> None:
-        """Remove them; a directory that is a link, as to another disk, stays and is emptied."""
+    def clear(self, stage: Stage, keep: Collection[str] = ()) -> None:
+        """Remove them but for what has one of these names in their directory.
+
+        A directory that is a link, as to another disk, stays and is emptied.
+        """
         for path in self.outputs(stage):
-            linked = path.is_symlink() and path.is_dir()
-            for there in path.iterdir() if linked else (path,):
+            inside = path.is_dir() and (path.is_symlink() or keep)
+            for there in path.iterdir() if inside else (path,):
+                if there.name in keep:
+                    continue
                 if there.is_dir() and not there.is_symlink():
                     shutil.rmtree(there)
                 else:

@@ -47,8 +47,9 @@ LONG = 40
 class StageRecord(BaseModel):
     """One stage of a run.
 
-    `inputs` is all that the stage depends on, `digest` that of what it made. `outputs` maps files,
-    relative to the run directory, to their SHA-256, `stamps` to their size and time. `patches` has
+    `inputs` is all that the stage depends on, `digest` that of what it made, `parts` that of each
+    dataset's tokens. `outputs` maps files, relative to the run directory, to their SHA-256,
+    `stamps` to their size and time. `patches` has
     the outcome of every patch in every kind of process of the stage. `seconds` is wall time;
     `finished` is None until it is.
     """
@@ -59,6 +60,7 @@ class StageRecord(BaseModel):
     seconds: float = 0.0
     bytes: int = 0
     digest: str = ""
+    parts: dict[str, str] = {}
     counts: dict[str, Any] = {}
     outputs: dict[str, str] = {}
     stamps: dict[str, atomic.Stamp] = {}
@@ -210,6 +212,21 @@ def fault(manifest: Manifest, plan: Plan, layout: Layout, stage: Stage) -> str |
     if stage == "extract":
         return _altered_rows(plan, layout, record)
     return None
+
+
+def kept(manifest: Manifest, stage: Stage, inputs: Mapping[str, str]) -> set[str]:
+    """The datasets whose part of a stage stays what it is with other inputs: those of extract.
+
+    Where nothing but the tokens has changed, the rows are those of every dataset with the same.
+    """
+    before = manifest.stages.get(stage)
+    if stage != "extract" or before is None:
+        return set()
+    tokens = {"the result of prepare": ""}
+    if {**before.inputs, **tokens} != {**inputs, **tokens}:
+        return set()
+    now = manifest.stages["prepare"].parts
+    return {name for name, digest in before.parts.items() if now.get(name) == digest}
 
 
 def drop_altered(record: StageRecord, layout: Layout) -> None:

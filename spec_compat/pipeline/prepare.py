@@ -55,7 +55,7 @@ def run(job: Job) -> Result:
         for file in sorted(job.layout.prepared(dataset.name).iterdir()):
             outputs[job.layout.relative(file)] = atomic.sha256(file)
             size += file.stat().st_size
-    return Result(digest_of(digests), dict(counts), outputs, size)
+    return Result(digest_of(digests), dict(counts), outputs, size, digests)
 
 
 def check_tokenizer(model: str, trust_remote_code: bool) -> None:

@@ -489,6 +489,24 @@ def test_a_stage_is_cleared_without_touching_the_others(tmp_path: Path) -> None:
     assert layout.head.exists()
 
 
+def test_the_rows_of_a_dataset_stay_when_another_is_added_or_goes(root: Path) -> None:
+    begun, made, layout = all_done(root), planned(root), Layout(root / "run")
+    prepare, extract = begun.stages["prepare"], begun.stages["extract"]
+    extract.parts = {"a": "1", "b": "2", "c": "3"}
+    prepare.parts, prepare.digest = {"a": "1", "b": "other", "d": "4"}, "other"
+    now = manifest.inputs(begun, made, "extract")
+    kept = manifest.kept(begun, "extract", now)
+    assert kept == {"a"}
+    for name in "abc":
+        layout.rows(name).mkdir(parents=True)
+    layout.clear("extract", keep=kept)
+    assert [path.name for path in layout.gen.iterdir()] == ["a"]
+    assert not manifest.kept(begun, "train", now)
+    assert not manifest.kept(begun, "extract", {**now, "model": "other"})
+    layout.clear("extract")
+    assert not layout.gen.exists()
+
+
 @pytest.mark.parametrize("stage", ["extract", "map", "train", "export"])
 def test_what_was_put_on_another_disk_stays_there(stage: Stage, tmp_path: Path) -> None:
     layout = Layout(tmp_path / "run")

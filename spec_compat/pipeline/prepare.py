@@ -49,8 +49,11 @@ def run(job: Job) -> Result:
     outputs: dict[str, str] = {}
     size = 0
     for dataset in job.datasets:
-        with atomic.replacing_directory(job.layout.prepared(dataset.name)) as directory:
-            found, digests[dataset.name] = _prepare(job, dataset, directory)
+        prepared = job.layout.prepared(dataset.name)
+        # A cache of this run alone: a shared one would answer for a file that has changed since.
+        scratch = prepared.with_name(".cache")  # short: its path becomes a file's name
+        with atomic.replacing_directory(prepared) as directory, _emptied(scratch):
+            found, digests[dataset.name] = _prepare(job, dataset, directory, scratch)
         counts.update(found)
         for file in sorted(job.layout.prepared(dataset.name).iterdir()):
             outputs[job.layout.relative(file)] = atomic.sha256(file)
@@ -71,12 +74,21 @@ def check_tokenizer(model: str, trust_remote_code: bool) -> None:
         raise UserError(f"--model {model}: its tokenizer cannot be loaded: {cause}") from error
 
 
-def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str], str]:
-    config, events = job.config, job.events
-    # A cache of this run alone: a shared one would answer for a file that has changed since.
-    scratch = job.layout.root / "prepared" / ".cache"  # short: its path becomes a file's name
+@contextmanager
+def _emptied(scratch: Path) -> Iterator[None]:
+    """A directory that is empty at first, and gone at the end: it takes more than the result."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _prepare(
+    job: Job, dataset: Dataset, directory: Path, scratch: Path
+) -> tuple[Counter[str], str]:
+    config, events = job.config, job.events
     counts: Counter[str] = Counter()
     source, workers = dataset.source, config.num_preprocessing_workers or min(8, _cpus())
     if dataset.is_local:
@@ -123,7 +135,6 @@ def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str],
         )
     digest = _measure(usable, counts)
     usable.with_format("torch").save_to_disk(directory)
-    shutil.rmtree(scratch)
     return counts, digest
 
 
@@ -156,8 +167,8 @@ def _reasons(reported: Path) -> Counter[str]:
 
 
 def _has_target(loss_mask: np.ndarray[Any, Any]) -> bool:
-    """The first token is nobody's target: nothing comes before it."""
-    return bool(loss_mask[1:].any())
+    """The first two tokens are nobody's: the head is given one with the state before it."""
+    return bool(loss_mask[2:].any())
 
 
 def _measure(rows: hf.Dataset, counts: Counter[str]) -> str:

@@ -93,6 +93,17 @@ def test_a_file_that_is_gone_cut_or_altered_is_found(written: Path) -> None:
     assert list(index) == [6, 7]
 
 
+def test_other_states_of_the_same_rows_are_another_digest(written: Path) -> None:
+    index = Index(written)
+    before, rows = index.digest(), index.files["f1"].rows
+    os.utime(written / "f1")
+    index.add("f1", index.files["f1"].sha256, rows)
+    assert index.digest() == before
+    (written / "f1").write_bytes(b"STATES" * 2)
+    index.add("f1", atomic.sha256(written / "f1"), rows)
+    assert index.digest() != before
+
+
 def test_a_copy_is_read_and_believed(written: Path) -> None:
     for number in range(4):
         os.utime(written / f"f{number}")

@@ -178,6 +178,22 @@ def test_another_release_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -
     assert reason == "speculators was 0.3.0, is 0.4.0"
 
 
+def test_the_packages_that_make_tokens_count(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "_release", lambda name: f"of {name}")
+    found = fingerprints.of("prepare", str(root / "model"))
+    for name in ("speculators", "transformers", "tokenizers"):
+        assert found[name] == f"of {name}"
+
+
+def test_the_files_of_a_download_may_come_later(root: Path) -> None:
+    """They are those of its commit."""
+    place = root / "models--org--m" / "snapshots" / ("0" * 40)
+    make_verifier(place)
+    before = fingerprints.of("prepare", str(place))
+    (place / "tokenizer.json").write_text("{}")
+    assert fingerprints.of("prepare", str(place)) == before
+
+
 def all_done(root: Path) -> Manifest:
     """As if every stage had been run."""
     made = planned(root)
@@ -243,6 +259,7 @@ TOKENIZER, TEMPLATE = "the tokenizer has changed", "the chat template has change
         ),
         (rewrite("model/tokenizer.json", "{}"), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
         (rewrite("model/vocab.txt", "a"), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
+        (rewrite("model/x.tiktoken", "a"), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
         (rewrite("model/chat_template.jinja", "x"), {}, {"prepare": TEMPLATE}),
         (rewrite("model/README.md", "x"), {}, {}),
         (
@@ -400,6 +417,20 @@ def test_a_list_of_shards_that_the_run_did_not_write_is_found(root: Path) -> Non
     assert manifest._altered_rows(made, layout, record) is None
 
 
+def test_what_patches_share_counts_too() -> None:
+    """The sink writes the rows, and is no patch by itself."""
+    assert "the patch extract/-sink" in fingerprints._patches("extract")
+
+
+def test_a_name_of_a_file_counts(tmp_path: Path) -> None:
+    digests = set()
+    for name in ("a.model", "b.model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("the same")
+        digests.add(fingerprints._digest(tmp_path / name, ["*.model"]))
+    assert len(digests) == 2
+
+
 def test_the_code_of_a_patch_counts_and_its_words_do_not(tmp_path: Path) -> None:
     file = tmp_path / "p.py"
     digests = []
@@ -414,6 +445,15 @@ def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: str) -> Non
     (tmp_path / "manifest.json").write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match="not the manifest of a run"):
         manifest.find(tmp_path)
+
+
+def test_an_altered_manifest_is_refused(root: Path) -> None:
+    (root / "run").mkdir()
+    manifest.begin(planned(root)).save(Layout(root / "run"))
+    file = root / "run" / "manifest.json"
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(UserError, match="altered since it was written; restore it"):
+        manifest.find(root / "run")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, fingerprints, verifier
+from spec_compat.pipeline import atomic, fingerprints
 from spec_compat.pipeline.config import RunConfig, flag, options_of, stage_of
 from spec_compat.pipeline.index import SHARDS, Index
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
@@ -49,9 +49,8 @@ class StageRecord(BaseModel):
 
     `inputs` is all that the stage depends on, `digest` that of what it made, `parts` that of each
     dataset's tokens. `outputs` maps files, relative to the run directory, to their SHA-256,
-    `stamps` to their size and time. `patches` has
-    the outcome of every patch in every kind of process of the stage. `seconds` is wall time;
-    `finished` is None until it is.
+    `stamps` to their size and time. `patches` has the outcome of every patch in every kind of
+    process of the stage. `seconds` is wall time; `finished` is None until it is.
     """
 
     inputs: dict[str, str]
@@ -178,7 +177,7 @@ def inputs(manifest: Manifest, plan: Plan, stage: Stage) -> dict[str, str]:
     options = options_of(plan.config, stage)
     if stage == "export" and plan.config.verifier_name is None:
         options["verifier_name"] = plan.config.model
-    if stage in fingerprints.TOKENIZER_STAGES and verifier.offers_code(plan.config.model):
+    if stage in fingerprints.TOKENIZER_STAGES and plan.offers_code:
         options["trust_remote_code"] = plan.config.trust_remote_code  # it is another tokenizer
     geometry = {"the verifier's vocabulary": str(plan.verifier.vocab_size)}
     return {
@@ -230,7 +229,7 @@ def kept(manifest: Manifest, stage: Stage, inputs: Mapping[str, str]) -> set[str
 
 
 def drop_altered(record: StageRecord, layout: Layout) -> None:
-    """Remove the outputs that are not what was recorded: a stage that kept them would vouch."""
+    """Remove what is not as it was recorded: a stage that goes on would record it as its own."""
     for name, _reason in list(_altered(record, layout)):
         layout.remove(name)
 

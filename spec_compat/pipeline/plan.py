@@ -67,6 +67,11 @@ class Plan:
         return {"model": self.model, **digests}
 
     @cached_property
+    def offers_code(self) -> bool:
+        """Whether it depends on --trust-remote-code whose classes are taken."""
+        return verifier.offers_code(self.config.model)
+
+    @cached_property
     def model(self) -> str:
         """The verifier's digest; its weights are read for it."""
         self.read_weights()

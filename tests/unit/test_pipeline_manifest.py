@@ -260,6 +260,7 @@ TOKENIZER, TEMPLATE = "the tokenizer has changed", "the chat template has change
         (rewrite("model/tokenizer.json", "{}"), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
         (rewrite("model/vocab.txt", "a"), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
         (rewrite("model/x.tiktoken", "a"), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
+        (rewrite("model/tool_declaration_ts.py", ""), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
         (rewrite("model/chat_template.jinja", "x"), {}, {"prepare": TEMPLATE}),
         (rewrite("model/README.md", "x"), {}, {}),
         (

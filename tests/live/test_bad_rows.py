@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from spec_compat.pipeline import extract
 from spec_compat.pipeline.rows import BAD_ROWS, LENGTHS, Prepared
-from spec_compat.pipeline.storage import RowFiles, Shards
+from spec_compat.pipeline.storage import INDEX, RowFiles, Shards
 
 pytestmark = [pytest.mark.live]
 
@@ -50,6 +50,16 @@ def test_of_a_step_with_a_missing_row_shards_are_written_anew_as_a_whole(
     sharded.written("shard_0.safetensors", [0, 1, 3], "0" * 64)
     (step,) = sharded.steps([[0, 1, 2, 3]])
     assert (list(step.rows), step.keep) == ([0, 1, 2, 3], [0, 1, 2, 3])
+
+
+def test_a_list_of_shards_beside_rows_goes(store: extract.Store) -> None:
+    """It is not of this run, and the trainer would read what it names."""
+    file = store.directory / INDEX
+    file.write_text("{}")
+    extract.Store(store.directory, store.prepared, Shards())
+    assert file.exists()
+    extract.Store(store.directory, store.prepared, RowFiles())
+    assert not file.exists()
 
 
 def test_more_bad_rows_than_allowed_stop_the_run(store: extract.Store) -> None:

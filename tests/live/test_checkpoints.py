@@ -2,17 +2,19 @@
 
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import spec_compat  # noqa: F401
 import speculators.train.trainer  # noqa: F401  the patch comes with it
-from spec_compat.patches.train import whole_checkpoints
+from spec_compat.patches.train import resume, whole_checkpoints
 from spec_compat.pipeline import checkpoints, disk
 from spec_compat.pipeline.events import Events
 from tests.unit.pipeline_inputs import Notes
@@ -67,6 +69,20 @@ def test_an_epoch_has_its_name_when_the_disk_has_all_of_it(
     assert synced[-1] == tmp_path.name
     assert [path.name for path in tmp_path.iterdir()] == ["7"]
     assert checkpointer.path == tmp_path
+
+
+def test_all_random_states_are_taken_back(tmp_path: Path) -> None:
+    loader = SimpleNamespace(generator=torch.Generator().manual_seed(3))
+
+    def drawn() -> list[float]:
+        torches = (torch.rand(1), torch.rand(1, generator=loader.generator))
+        return [random.random(), float(np.random.rand()), *map(float, torches)]
+
+    torch.save(resume._random_state(loader), tmp_path / "state.pt")
+    first, second = drawn(), drawn()
+    assert not {*first} & {*second}
+    resume._set_random_state(torch.load(tmp_path / "state.pt", weights_only=True), loader)
+    assert drawn() == first
 
 
 def test_an_epoch_that_the_run_does_not_have_is_not_gone_on_with(saved: Path) -> None:

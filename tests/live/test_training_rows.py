@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,3 +84,15 @@ def test_too_few_rows_for_the_processes_are_an_error(job: Any) -> None:
 
     with pytest.raises(UserError, match="10 rows are too few: 6 to train on and 6 to validate"):
         split(job, 6)
+
+
+@pytest.mark.parametrize(("mask", "kept"), [([1, 1, 0], False), ([0, 0, 1], True), ([1], False)])
+def test_a_row_is_kept_for_a_token_that_is_a_target(mask: list[int], kept: bool) -> None:
+    from spec_compat.pipeline.prepare import _has_target
+    from speculators.train.data import shift_batch
+
+    numbers = torch.arange(len(mask))
+    names = ("input_ids", "hidden_states", "verifier_last_hidden_states", "position_ids")
+    batch = {**dict.fromkeys(names, numbers), "lengths": torch.tensor([len(mask)])}
+    shifted = shift_batch({**batch, "loss_mask": torch.tensor(mask)})
+    assert _has_target(np.array(mask)) is kept is bool(shifted["loss_mask"].any())

@@ -141,7 +141,7 @@ def _run_stage(
     before = manifest.stages.get(stage)
     if before is None or before.inputs != inputs:
         layout.clear(stage, keep=manifests.kept(manifest, stage, inputs))
-    else:
+    if before is not None:
         manifests.drop_altered(before, layout)
     # Until there is a new digest the old one stands: the stages after this one may be kept.
     digest = before.digest if before is not None else ""

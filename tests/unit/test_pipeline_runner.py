@@ -149,16 +149,17 @@ MAKES = """
 import hashlib, json, os, sys
 from pathlib import Path
 stage, root, events = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-names = {"prepare": "prepared", "extract": "gen", "map": "vocab_mapping", "train": "checkpoints"}
+names = {"prepare": "prepared", "extract": "gen/d", "map": "vocab_mapping", "train": "checkpoints"}
 place = root / names.get(stage, "head")
-place.mkdir(exist_ok=True)
+place.mkdir(parents=True, exist_ok=True)
 found = sorted(file.name for file in place.iterdir())
 if "made" not in found:
     (place / "made").write_text(stage)
 made = (place / "made").read_bytes()
-outputs = {f"{place.name}/made": hashlib.sha256(made).hexdigest()}
+outputs = {str((place / "made").relative_to(root)): hashlib.sha256(made).hexdigest()}
 counts = {"rows": 0, "found": found}
 record = {"digest": os.environ.get("DIGEST", "same"), "counts": counts, "outputs": outputs}
+record["parts"] = {"d": "the same tokens"}
 Path(events).open("w").write(json.dumps({"event": "result", "record": record}) + "\\n")
 """
 Made = Callable[..., Manifest]
@@ -202,6 +203,18 @@ def test_with_other_inputs_nothing_is_kept(
     assert done.stages["map"].counts["found"] == []
     unfinished = [stage for stage, record in done.stages.items() if not record.finished]
     assert unfinished == ["train"]
+
+
+def test_rows_of_the_same_tokens_are_kept_but_for_what_is_altered(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "run" / "gen" / "d"
+    (rows / "made").write_text("altered")
+    (rows / "more").touch()
+    monkeypatch.setenv("DIGEST", "other")
+    done = made("prepare", seed=1)
+    assert done.stages["extract"].counts["found"] == ["more"]
+    assert (rows / "made").read_text() == "extract"
 
 
 def test_what_a_killed_run_has_left_in_memory_is_given_back(made: Made, tmp_path: Path) -> None:

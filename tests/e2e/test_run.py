@@ -298,7 +298,7 @@ def test_a_crash_is_one_line_with_the_log(
 ) -> None:
     broken = shutil.copytree(tiny_llama, tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    (broken / "config.json").write_text(json.dumps({**config, "intermediate_size": 256}))
     run = tmp_path / "run"
     done = cli("run-pipeline", *given, "--model", str(broken), "--output", str(run))
     assert done.returncode == 1

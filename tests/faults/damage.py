@@ -295,6 +295,7 @@ def full(lab: Lab) -> Iterator[Case]:
             used = sum(file.stat().st_blocks * 512 for file in run.rglob("*"))
             resize(used / 1e6 + free)
             lab.options = {"on_full_disk": policy}
+            lab.notes(run).unlink(missing_ok=True)  # of the case before, which paused too
             making_space = threading.Thread(target=make_space, args=(lab.notes(run),))
             if policy == "pause":
                 making_space.start()

@@ -96,11 +96,13 @@ class Acceptance(NamedTuple):
     """What a server is expected to accept of a head's drafts, and how far that can be relied on.
 
     `shares`: of positions at which the first, the first two, ... drafted tokens are all right.
+    `following`: of those at which all before it are, the share at which each token is.
     `own`: of the tokens that this was measured on, those that the verifier itself would have said.
     A server's text is all the verifier's own: where little of this one is, it accepts less.
     """
 
     shares: list[float]
+    following: list[float]
     own: float
 
 
@@ -119,7 +121,8 @@ def acceptance(
     own token, and each drafted one that it accepts with all before it.
     """
     device = next(model.parameters()).device
-    counts = torch.zeros(2, ttt_steps + 1, dtype=torch.float64, device=device)
+    counts = torch.zeros(3, ttt_steps, dtype=torch.float64, device=device)
+    said = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
     for batch in batches:
         there = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
@@ -128,12 +131,14 @@ def acceptance(
         tokens = torch.cat([draft + model.d2t[draft] for draft in drafts])
         right = verifier.tokens(there["verifier_last_hidden_states"][0])
         mask, positions = there["loss_mask"][0].bool(), there["position_ids"][0]
-        counts[:, :-1] += chain(tokens, right, mask, positions)
-        counts[:, -1] += own(there["input_ids"][0], right, mask, positions)
+        counts += chain(tokens, right, mask, positions)
+        said += own(there["input_ids"][0], right, mask, positions)
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(counts)
-    *shares, said = (counts[0] / counts[1].clamp_min(1)).tolist()
-    return Acceptance(shares, said)
+        torch.distributed.all_reduce(said)
+    holding, held, counted = counts
+    shares, following = (holding / of.clamp_min(1) for of in (counted, held))
+    return Acceptance(shares.tolist(), following.tolist(), float(said[0] / said[1].clamp_min(1)))
 
 
 def own(ids: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
@@ -147,7 +152,10 @@ def own(ids: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
 
 
 def chain(tokens: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-    """Positions at which a chain holds up to each step, and those counted, int64 [2, steps].
+    """Positions at which a chain holds up to each step, int64 [3, steps].
+
+    Under them those at which it held up to the step before, and all; a position whose turn ends
+    before the step is in none of the three.
 
     `tokens`, [steps, n], has what was drafted at each position for each step ahead of it; `right`,
     `mask` and `positions`, [n], are of the packed rows: the verifier's choice at a position,
@@ -156,15 +164,15 @@ def chain(tokens: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Ten
     A draft counts as far as it stays within one turn. It begins after a token of that turn, which
     the verifier has sampled: no server drafts the first token of a turn.
     """
-    counts = torch.zeros(2, len(tokens), dtype=torch.long, device=tokens.device)
+    counts = torch.zeros(3, len(tokens), dtype=torch.long, device=tokens.device)
     counted = mask & torch.cat([mask.new_zeros(1), mask[:-1] & (positions.diff() == 1)])
     holds = counted
     for step, drafted in enumerate(tokens):
         length = len(right) - step
         counted = counted[:length] & mask[step:] & (positions[step:] - positions[:length] == step)
-        holds = holds[:length] & counted & (drafted[:length] == right[step:])
-        counts[0, step] = holds.sum()
-        counts[1, step] = counted.sum()
+        held = holds[:length] & counted
+        holds = held & (drafted[:length] == right[step:])
+        counts[:, step] = torch.stack([holds.sum(), held.sum(), counted.sum()])
     return counts
 
 
@@ -213,13 +221,13 @@ def _places(model: str) -> dict[str, tuple[str, str]]:
     else:
         with open(index, encoding="utf-8") as stream:  # noqa: PTH123
             files = json.load(stream)["weight_map"]
-    decoder = _only(model, EMBEDDINGS, files).removesuffix(EMBEDDINGS)
+    decoder = only(model, EMBEDDINGS, files).removesuffix(EMBEDDINGS)
     tied = not any(f".{name}".endswith(f".{HEAD}") for name in files)
     if tied and any(".lm_head.weight_" in f".{name}" for name in files):
         raise UserError(f"--model {model}: its lm_head is quantised; one in bfloat16 is needed")
     names = {
         NORM: decoder + NORM,
-        HEAD: decoder + EMBEDDINGS if tied else _only(model, HEAD, files),
+        HEAD: decoder + EMBEDDINGS if tied else only(model, HEAD, files),
     }
     for name in names.values():
         if name not in files:
@@ -227,7 +235,7 @@ def _places(model: str) -> dict[str, tuple[str, str]]:
     return {kind: (name, files[name]) for kind, name in names.items()}
 
 
-def _only(model: str, suffix: str, names: Iterable[str]) -> str:
+def only(model: str, suffix: str, names: Iterable[str]) -> str:
     """The one tensor whose name ends so and that is no part of a decoder layer."""
     found = [n for n in names if f".{n}".endswith(f".{suffix}") and ".layers." not in n]
     if len(found) != 1:

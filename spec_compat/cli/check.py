@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,15 +69,19 @@ def rows(directory: Path, samples: int, as_json: bool) -> int:
     from spec_compat.pipeline.verify import verify
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    begun = _begun(console)
+    # Code that comes with the verifier may print, and what is printed here may be read as JSON.
+    with (
+        redirect_stdout(sys.stderr),
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
         task = bar.add_task("reading", total=None)
-        found = verify(
-            directory,
-            samples,
-            lambda text, done, total: bar.update(
-                task, description=text, completed=done, total=total
-            ),
-        )
+
+        def progress(text: str, done: int, total: int) -> None:
+            begun(text)
+            bar.update(task, description=text, completed=done, total=total)
+
+        found = verify(directory, samples, progress)
     if as_json:
         print(json.dumps(asdict(found), indent=1))
         return FOUND if found.problems else 0
@@ -110,8 +116,28 @@ def _serve(
     else:
         questions = run.prompts if run and run.prompts else serve.chats()
     options = {**(run.options if run else {}), **options}
-    with Console(stderr=True).status("decoding") as status:
-        return serve.serve(directory, head, questions, python, options, status.update)
+    console = Console(stderr=True)
+    begun = _begun(console)
+    with console.status("decoding") as status:
+
+        def doing(text: str) -> None:
+            begun(text)
+            status.update(text)
+
+        return serve.serve(directory, head, questions, python, options, doing)
+
+
+def _begun(console: Console) -> Callable[[str], None]:
+    """Says each thing that is begun, where no terminal shows it at work."""
+    last = ""
+
+    def say(text: str) -> None:
+        nonlocal last
+        if text != last and not console.is_terminal:
+            print(text, file=sys.stderr, flush=True)
+        last = text
+
+    return say
 
 
 def _print(content: dict[str, Any]) -> None:

@@ -314,13 +314,26 @@ def test_embeddings_norm_and_lm_head_are_found_under_the_wrapper(
     assert chosen.tolist() == logits.argmax(dim=-1).tolist()
 
 
+@pytest.mark.parametrize("kind", ["weight_packed", "qweight"])
 def test_a_quantised_lm_head_is_not_replaced_by_the_embeddings(
-    core: Any, mini_kimi: Path, tmp_path: Path
+    kind: str, core: Any, mini_kimi: Path, tmp_path: Path
 ) -> None:
     packed = shutil.copytree(mini_kimi, tmp_path / "packed")
     index = packed / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace("lm_head.weight", "lm_head.weight_packed"))
-    with pytest.raises(ValueError, match=r"language_model.lm_head.weight_packed is quantised"):
+    index.write_text(index.read_text().replace("lm_head.weight", f"lm_head.{kind}"))
+    with pytest.raises(ValueError, match=rf"language_model.lm_head.{kind} is quantised"):
         head(packed)
     with pytest.raises(UserError, match="its lm_head is quantised"):
         targets.refuse(str(packed), trust_remote_code=True)
+
+
+def test_an_lm_head_in_eight_bits_is_refused_before_anything_is_extracted(
+    mini_kimi: Path, tmp_path: Path
+) -> None:
+    def in_eight_bits(tensors: dict[str, Any]) -> None:
+        name = "language_model.lm_head.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    fp8 = with_weights(mini_kimi, tmp_path / "fp8", in_eight_bits)
+    with pytest.raises(UserError, match=r"lm_head.weight is quantised \(F8_E4M3\); one in bf"):
+        targets.refuse(str(fp8), trust_remote_code=True)

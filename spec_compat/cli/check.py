@@ -47,7 +47,7 @@ def head(
     if not problems and (with_vllm or python or "vllm" in versions.detect(["vllm"]).releases):
         content["serving"] = _serving(architectures, interpreter)
     if with_vllm and not problems:
-        problems += content["serving"]
+        problems += _serving(architectures, interpreter, sure=True)
     if with_vllm and not problems:
         run = serve.run_of(directory)
         served = _serve(directory, found, interpreter, prompts, run, options)
@@ -95,12 +95,12 @@ def rows(directory: Path, samples: int, as_json: bool) -> int:
     return FOUND if found.problems else 0
 
 
-def _serving(architectures: list[str], python: Path) -> list[str]:
+def _serving(architectures: list[str], python: Path, sure: bool = False) -> list[str]:
     """What keeps the interpreter's vLLM from serving the head, as far as is known beforehand."""
     release = serve.installed(python)
     if not architectures:
         return []
-    return check_head.serving_problems(architectures, release.version, release.on_cpu)
+    return check_head.serving_problems(architectures, release.version, release.on_cpu, sure)
 
 
 def _serve(

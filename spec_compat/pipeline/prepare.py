@@ -129,7 +129,13 @@ def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str],
             f"{dataset.name}: {counts['untrainable']} of {len(rows)} rows have no token to train "
             "on and were dropped"
         )
-    digest = _measure(usable, counts)
+    largest, digest = _measure(usable, counts)
+    known = verifier.read(config.model, config.trust_remote_code).vocab_size
+    if largest >= known:  # vLLM's worker would end in the middle of them
+        raise UserError(
+            f"--model {config.model}: its tokenizer gives the id {largest}, and it has embeddings "
+            f"of {known} tokens, from 0 on"
+        )
     usable.with_format("torch").save_to_disk(directory)
     shutil.rmtree(scratch)
     return counts, digest
@@ -168,18 +174,22 @@ def _has_target(loss_mask: np.ndarray[Any, Any]) -> bool:
     return bool(loss_mask[1:].any())
 
 
-def _measure(rows: hf.Dataset, counts: Counter[str]) -> str:
-    """Count rows and tokens; the digest is over ids and masks, not over how Arrow stores them."""
-    digest = hashlib.sha256()
+def _measure(rows: hf.Dataset, counts: Counter[str]) -> tuple[int, str]:
+    """Count rows and tokens; returns the largest id, and a digest of ids and masks.
+
+    It is over what they are, not over how Arrow stores them.
+    """
+    digest, largest = hashlib.sha256(), 0
     for batch in rows.with_format("numpy").iter(batch_size=BATCH):
         for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
+            largest = max(largest, int(ids.max()))
             counts["rows"] += 1
             counts["tokens"] += len(ids)
             counts["trainable_tokens"] += int(mask.sum())
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(np.ascontiguousarray(ids, np.int64).tobytes())
             digest.update(np.ascontiguousarray(mask, np.int64).tobytes())
-    return digest.hexdigest()
+    return largest, digest.hexdigest()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What the runner decides before it starts a process: stages, environment, devices."""
 
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import config, display, plan, runner
+from spec_compat.pipeline import config, display, plan, runner, stage
 from spec_compat.pipeline.display import Display
 from spec_compat.pipeline.layout import Layout
 from tests.unit.pipeline_inputs import make_data, make_verifier
@@ -96,6 +97,21 @@ def test_a_crash_is_one_line_with_its_cause(
     line = str(runner._failure("train", failures, returncode, layout))
     assert line.startswith(f"train: {cause}")
     assert line.endswith(f"; the log is {tmp_path}/logs/train.log")
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "said"),
+    [
+        ("died", None, "RuntimeError: died"),
+        ("died", signal.SIGTERM, "a worker process was killed by SIGTERM"),
+        ("see the trace for the root cause", signal.SIGTERM, "RuntimeError: see the trace for the"),
+        ("see the trace for the root cause", signal.SIGKILL, "a worker process was killed by SIGK"),
+    ],
+)
+def test_a_worker_that_vllm_ends_for_its_error_was_not_killed(
+    error: str, number: int | None, said: str
+) -> None:
+    assert stage._one_line(RuntimeError(error), number).startswith(said)
 
 
 def test_no_stage_unpickles_whatever_the_user_has_set() -> None:

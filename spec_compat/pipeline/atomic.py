@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -74,11 +74,11 @@ def write_text(path: Path, text: str) -> None:
         stream.write(text.encode("utf-8"))
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
+def sha256(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
+    """Hex digest of a file's content, or of what was read when it was stopped."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
+        while (chunk := stream.read(CHUNK)) and not stopped():
             digest.update(chunk)
     return digest.hexdigest()
 

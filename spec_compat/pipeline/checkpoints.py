@@ -13,11 +13,15 @@ from spec_compat.pipeline import atomic, disk
 from spec_compat.pipeline.events import Events
 
 
-def drop_unfinished(checkpoints: Path) -> int:
+def drop_unfinished(checkpoints: Path, epochs: int) -> int:
     """Remove what a killed run left incomplete or what was altered; returns the epoch to go on at.
 
-    Which epochs are whole is decided by the patch train/whole-checkpoints.
+    Which epochs are whole is decided by the patch train/whole-checkpoints; those beyond the last
+    one of the run are somebody else's.
     """
+    for directory in checkpoints.glob("*"):
+        if directory.name.isdigit() and int(directory.name) >= epochs:
+            shutil.rmtree(directory)
     last: int = BaseCheckpointer(checkpoints).previous_epoch
     for directory in checkpoints.glob("*"):
         name = directory.name

@@ -275,7 +275,12 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise UserError(f"--config {file}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"--config {file}: not TOML: {error}") from None
-    options = {key.replace("-", "_"): value for key, value in table.items()}
+    options: dict[str, Any] = {}
+    for key, value in table.items():
+        option = key.replace("-", "_")
+        if option in options:
+            raise UserError(f"--config {file}: {option!r} is there twice, with - and with _")
+        options[option] = value
     for key in options:
         if key not in RunConfig.model_fields:
             near = difflib.get_close_matches(key, RunConfig.model_fields, n=1)

@@ -94,7 +94,8 @@ def run(job: Job) -> Result:
         "layer_ids": list(config.layer_ids),
     }
     digest = digest_of({name: store.index.digest() for name, store in stores.items()})
-    return Result(digest, counts, outputs, sum(store.index.bytes for store in stores.values()))
+    size_on_disk = sum(store.index.bytes for store in stores.values())
+    return Result(digest, counts, outputs, size_on_disk, job.manifest.stages["extract"].parts)
 
 
 class Store:
@@ -107,6 +108,8 @@ class Store:
         directory.mkdir(parents=True, exist_ok=True)
         for part in directory.glob(".*.part"):
             part.unlink()
+        if INDEX not in storage.lists:  # it would name other rows to the trainer
+            (directory / INDEX).unlink(missing_ok=True)
         self.bad = bad_rows(directory)
         self.index = Index(directory)
         self.altered = self.index.check()

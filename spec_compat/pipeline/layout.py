@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
+
+from spec_compat.errors import UserError
 
 Stage = Literal["prepare", "extract", "map", "train", "export"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 def expanded(path: str | Path) -> Path:
-    """The path without a leading ~; as it is where nobody has such a home, as a shell leaves it."""
+    """The path without a leading ~; as it is where nobody has such a home, as a shell leaves it.
+
+    Raises UserError for what no file system has a name for.
+    """
+    if "\0" in str(path):
+        raise UserError(f"{str(path)!r}: a path cannot have a NUL byte")
     return Path(os.path.expanduser(path))  # noqa: PTH111  that of pathlib raises RuntimeError
 
 
@@ -90,15 +98,25 @@ class Layout:
             "export": (self.head,),
         }[stage]
 
-    def clear(self, stage: Stage) -> None:
-        """Remove them; a directory that is a link, as to another disk, stays and is emptied."""
+    def clear(self, stage: Stage, keep: Collection[str] = ()) -> None:
+        """Remove them but for what has one of these names in their directory.
+
+        A directory that is a link, as to another disk, stays and is emptied.
+        """
         for path in self.outputs(stage):
-            linked = path.is_symlink() and path.is_dir()
-            for there in path.iterdir() if linked else (path,):
+            inside = path.is_dir() and (path.is_symlink() or keep)
+            for there in path.iterdir() if inside else (path,):
+                if there.name in keep:
+                    continue
                 if there.is_dir() and not there.is_symlink():
                     shutil.rmtree(there)
                 else:
                     there.unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """Remove a file by its name in the run; one that leads out of it is somebody else's."""
+        if not (name.startswith("/") or ".." in name.split("/")):
+            (self.root / name).unlink(missing_ok=True)
 
     def relative(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()

@@ -18,7 +18,7 @@ import spec_compat
 from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic, fingerprints
 from spec_compat.pipeline.config import RunConfig, flag, options_of, stage_of
-from spec_compat.pipeline.index import Index
+from spec_compat.pipeline.index import SHARDS, Index
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.plan import Plan
 from spec_compat.pipeline.verifier import Weights
@@ -47,10 +47,10 @@ LONG = 40
 class StageRecord(BaseModel):
     """One stage of a run.
 
-    `inputs` is all that the stage depends on, `digest` that of what it made. `outputs` maps files,
-    relative to the run directory, to their SHA-256, `stamps` to their size and time. `patches` has
-    the outcome of every patch in every kind of process of the stage. `seconds` is wall time;
-    `finished` is None until it is.
+    `inputs` is all that the stage depends on, `digest` that of what it made, `parts` that of each
+    dataset's tokens. `outputs` maps files, relative to the run directory, to their SHA-256,
+    `stamps` to their size and time. `patches` has the outcome of every patch in every kind of
+    process of the stage. `seconds` is wall time; `finished` is None until it is.
     """
 
     inputs: dict[str, str]
@@ -59,6 +59,7 @@ class StageRecord(BaseModel):
     seconds: float = 0.0
     bytes: int = 0
     digest: str = ""
+    parts: dict[str, str] = {}
     counts: dict[str, Any] = {}
     outputs: dict[str, str] = {}
     stamps: dict[str, atomic.Stamp] = {}
@@ -176,7 +177,11 @@ def inputs(manifest: Manifest, plan: Plan, stage: Stage) -> dict[str, str]:
     options = options_of(plan.config, stage)
     if stage == "export" and plan.config.verifier_name is None:
         options["verifier_name"] = plan.config.model
+    if stage in fingerprints.TOKENIZER_STAGES and plan.offers_code:
+        options["trust_remote_code"] = plan.config.trust_remote_code  # it is another tokenizer
+    geometry = {"the verifier's vocabulary": str(plan.verifier.vocab_size)}
     return {
+        **(geometry if stage == "map" else {}),
         **{name: plan.sources[name] for name in plan.sources if _reads(stage, name)},
         **{flag(name): json.dumps(options[name]) for name in options if name not in BY_CONTENT},
         **fingerprints.of(stage, plan.config.model),
@@ -201,21 +206,51 @@ def fault(manifest: Manifest, plan: Plan, layout: Layout, stage: Stage) -> str |
             return f"{name} was {old}, is {new}" if short else f"{name} has changed"
     if record.finished is None:
         return ""
-    for name, digest in record.outputs.items():
-        stamp = atomic.Stamp.of(layout.root / name)
-        if stamp is None:
-            return f"{name} is missing"
-        if stamp != record.stamps.get(name) and atomic.sha256(layout.root / name) != digest:
-            return f"{name} has been altered"
+    for name, reason in _altered(record, layout):
+        return f"{name} {reason}"
     if stage == "extract":
-        return _altered_rows(plan, layout, record.counts["rows"])
+        return _altered_rows(plan, layout, record)
     return None
 
 
-def _altered_rows(plan: Plan, layout: Layout, rows: int) -> str | None:
-    there = 0
+def kept(manifest: Manifest, stage: Stage, inputs: Mapping[str, str]) -> set[str]:
+    """The datasets whose part of a stage stays what it is with other inputs: those of extract.
+
+    Where nothing but the tokens has changed, the rows are those of every dataset with the same.
+    """
+    before = manifest.stages.get(stage)
+    if stage != "extract" or before is None:
+        return set()
+    tokens = {"the result of prepare": ""}
+    if {**before.inputs, **tokens} != {**inputs, **tokens}:
+        return set()
+    now = manifest.stages["prepare"].parts
+    return {name for name, digest in before.parts.items() if now.get(name) == digest}
+
+
+def drop_altered(record: StageRecord, layout: Layout) -> None:
+    """Remove what is not as it was recorded: a stage that goes on would record it as its own."""
+    for name, _reason in list(_altered(record, layout)):
+        layout.remove(name)
+
+
+def _altered(record: StageRecord, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Outputs that are not what was recorded, each with the reason."""
+    for name, digest in record.outputs.items():
+        stamp = atomic.Stamp.of(layout.root / name)
+        if stamp is None:
+            yield name, "is missing"
+        elif stamp != record.stamps.get(name) and atomic.sha256(layout.root / name) != digest:
+            yield name, "has been altered"
+
+
+def _altered_rows(plan: Plan, layout: Layout, record: StageRecord) -> str | None:
+    there, rows = 0, record.counts["rows"]
     for dataset in plan.datasets:
         index = Index(layout.rows(dataset.name))
+        shards = layout.relative(index.directory / SHARDS)
+        if shards not in record.outputs and (layout.root / shards).exists():
+            return f"{shards} is not of this run"
         for name, reason in index.check().items():
             return f"{layout.relative(index.directory / name)}: {reason}"
         there += len(index)

@@ -67,6 +67,11 @@ class Plan:
         return {"model": self.model, **digests}
 
     @cached_property
+    def offers_code(self) -> bool:
+        """Whether it depends on --trust-remote-code whose classes are taken."""
+        return verifier.offers_code(self.config.model)
+
+    @cached_property
     def model(self) -> str:
         """The verifier's digest; its weights are read for it."""
         self.read_weights()
@@ -96,6 +101,7 @@ def make(config: RunConfig, weights: Mapping[str, Weights] | None = None) -> Pla
             "model": model,
             "data": _sources(config.data),
             "output": expanded(config.output).resolve(),
+            "hf_cache_dir": config.hf_cache_dir and expanded(config.hf_cache_dir),
             "seq_length": _fit(config.seq_length, geometry.max_length),
             "layer_ids": layer_ids,
             "draft_vocab_size": draft_vocab_size,

@@ -23,7 +23,6 @@ import spec_compat
 from spec_compat.errors import UserError
 from spec_compat.pipeline import atomic, conversations, verifier
 from spec_compat.pipeline.events import Events
-from spec_compat.pipeline.layout import expanded
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.plan import Dataset
 from spec_compat.pipeline.stage import Job, Result
@@ -50,13 +49,16 @@ def run(job: Job) -> Result:
     outputs: dict[str, str] = {}
     size = 0
     for dataset in job.datasets:
-        with atomic.replacing_directory(job.layout.prepared(dataset.name)) as directory:
-            found, digests[dataset.name] = _prepare(job, dataset, directory)
+        prepared = job.layout.prepared(dataset.name)
+        # A cache of this run alone: a shared one would answer for a file that has changed since.
+        scratch = prepared.with_name(".cache")  # short: its path becomes a file's name
+        with atomic.replacing_directory(prepared) as directory, _emptied(scratch):
+            found, digests[dataset.name] = _prepare(job, dataset, directory, scratch)
         counts.update(found)
         for file in sorted(job.layout.prepared(dataset.name).iterdir()):
             outputs[job.layout.relative(file)] = atomic.sha256(file)
             size += file.stat().st_size
-    return Result(digest_of(digests), dict(counts), outputs, size)
+    return Result(digest_of(digests), dict(counts), outputs, size, digests)
 
 
 def check_loads(model: str, trust_remote_code: bool) -> None:
@@ -79,12 +81,21 @@ def check_loads(model: str, trust_remote_code: bool) -> None:
             raise UserError(f"--model {model}: its {what} cannot be loaded: {cause}") from error
 
 
-def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str], str]:
-    config, events = job.config, job.events
-    # A cache of this run alone: a shared one would answer for a file that has changed since.
-    scratch = job.layout.root / "prepared" / ".cache"  # short: its path becomes a file's name
+@contextmanager
+def _emptied(scratch: Path) -> Iterator[None]:
+    """A directory that is empty at first, and gone at the end: it takes more than the result."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _prepare(
+    job: Job, dataset: Dataset, directory: Path, scratch: Path
+) -> tuple[Counter[str], str]:
+    config, events = job.config, job.events
     counts: Counter[str] = Counter()
     source, workers = dataset.source, config.num_preprocessing_workers or min(8, _cpus())
     if dataset.is_local:
@@ -106,7 +117,7 @@ def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str],
                 seed=config.seed,
                 max_samples=config.max_samples,
                 token_freq_path=str(directory / "token_freq.pt"),
-                cache_dir=str(expanded(config.hf_cache_dir or scratch / "hf")),
+                cache_dir=str(config.hf_cache_dir or scratch / "hf"),
                 assistant_pattern=config.assistant_pattern,
                 turn_dropout=config.turn_dropout,
             )
@@ -137,7 +148,6 @@ def _prepare(job: Job, dataset: Dataset, directory: Path) -> tuple[Counter[str],
             f"of {known} tokens, from 0 on"
         )
     usable.with_format("torch").save_to_disk(directory)
-    shutil.rmtree(scratch)
     return counts, digest
 
 
@@ -170,8 +180,8 @@ def _reasons(reported: Path) -> Counter[str]:
 
 
 def _has_target(loss_mask: np.ndarray[Any, Any]) -> bool:
-    """The first token is nobody's target: nothing comes before it."""
-    return bool(loss_mask[1:].any())
+    """The first two tokens are nobody's: the head is given one with the state before it."""
+    return bool(loss_mask[2:].any())
 
 
 def _measure(rows: hf.Dataset, counts: Counter[str]) -> tuple[int, str]:

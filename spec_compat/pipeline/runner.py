@@ -141,10 +141,13 @@ def _run_stage(
     inputs = manifests.inputs(manifest, plan, stage)
     before = manifest.stages.get(stage)
     if before is None or before.inputs != inputs:
-        layout.clear(stage)
+        layout.clear(stage, keep=manifests.kept(manifest, stage, inputs))
+    else:
+        manifests.drop_altered(before, layout)
     # Until there is a new digest the old one stands: the stages after this one may be kept.
     digest = before.digest if before is not None else ""
-    record = StageRecord(inputs=inputs, started=manifests.now(), digest=digest)
+    parts = manifest.stages["prepare"].parts if stage == "extract" else {}
+    record = StageRecord(inputs=inputs, started=manifests.now(), digest=digest, parts=parts)
     manifest.stages[stage] = record
     _save(manifest, plan, layout, display)
     display.start(stage)

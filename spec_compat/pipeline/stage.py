@@ -62,7 +62,8 @@ class Result:
     digest: str
     counts: dict[str, Any]
     outputs: dict[str, str]
-    bytes: int = field(default=0)
+    bytes: int = 0
+    parts: dict[str, str] = field(default_factory=dict)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -94,9 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
             events.failed("crash", _one_line(error, children.signal))
         return 1 if known is None else 2
     if int(os.environ.get("RANK", "0")) == 0:
-        events.result(
-            digest=result.digest, counts=result.counts, outputs=result.outputs, bytes=result.bytes
-        )
+        events.result(**vars(result))
     return 0
 
 

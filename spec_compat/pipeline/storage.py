@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from spec_compat.pipeline import atomic, zstd
+from spec_compat.pipeline import atomic, index, zstd
 
 Kind = Literal["rows", "shards"]
 Row = dict[str, Any]
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 Content = tuple[list[int], list[int], list[Tensor]]
 
 # The shard of each row, beside the shards.
-INDEX = "index.json"
+INDEX = index.SHARDS
 # The key in a shard's metadata: its states are compressed, and have this dtype.
 ZSTD = "zstd"
 FP8 = torch.float8_e4m3fn
@@ -164,8 +164,8 @@ def load(file: Path) -> Row:
 
 def holder(file: Path) -> Path:
     """What holds the row of this `data_{i}.pt`: that file, or a shard. It need not be there."""
-    index = file.parent / INDEX
-    shard = _shards(index, atomic.Stamp.of(index)).get(str(_number(file)))
+    there = file.parent / INDEX
+    shard = _shards(there, atomic.Stamp.of(there)).get(str(_number(file)))
     return file.parent / Path(shard).name if shard else file
 
 
@@ -183,10 +183,10 @@ def _number(file: Path) -> int:
 
 
 @lru_cache
-def _shards(index: Path, written: atomic.Stamp | None) -> dict[str, str]:
+def _shards(file: Path, written: atomic.Stamp | None) -> dict[str, str]:
     """The shard of each row that is in one; none of a list that is spoilt."""
     try:
-        rows = json.loads(index.read_text("utf-8"))["rows"]
+        rows = json.loads(file.read_text("utf-8"))["rows"]
         return {str(row): str(shard) for row, shard in rows.items()}
     except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
         return {}  # their rows are missing then

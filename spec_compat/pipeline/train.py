@@ -54,7 +54,7 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     config, layout = job.config, job.layout
     train, validation = split(job, world_size)
     total_seq_len = config.total_seq_len or batch_tokens(train.lengths)
-    first_epoch = checkpoints.drop_unfinished(layout.checkpoints) if rank == 0 else 0
+    first_epoch = checkpoints.drop_unfinished(layout.checkpoints, config.epochs) if rank == 0 else 0
     if is_distributed:
         torch.distributed.barrier()
     seed_everything(config.seed)
@@ -235,8 +235,10 @@ class Metrics(logging.Handler):
 
     @property
     def validation(self) -> dict[str, float]:
-        """The last validation, by the names of the training metrics."""
-        last = next(record["val"] for record in reversed(self.records) if "val" in record)
+        """The last validation, by the names of the training metrics; empty if its log is gone."""
+        last: dict[str, float] = next(
+            (record["val"] for record in reversed(self.records) if "val" in record), {}
+        )
         return {name.removesuffix("_epoch"): value for name, value in last.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -62,11 +63,11 @@ class Weights(NamedTuple):
     sha256: str
 
     @classmethod
-    def of(cls, file: Path) -> Weights:
-        """Read it. Raises UserError when it cannot be."""
+    def of(cls, file: Path, stopped: Callable[[], bool] = lambda: False) -> Weights:
+        """Read it, until that is stopped. Raises UserError when it cannot be."""
         try:
             there = file.stat()
-            digest = atomic.sha256(file)
+            digest = atomic.sha256(file, stopped)
         except OSError as error:
             raise UserError(f"--model {file}: {(error.strerror or str(error)).lower()}") from None
         return cls(there.st_size, there.st_mtime_ns, there.st_ctime_ns, digest)
@@ -192,10 +193,17 @@ def weights(
     files = weight_files(place)
     found = {f.name: known[f.name] for f in files if f.name in known and known[f.name].is_of(f)}
     unread = [file for file in files if file.name not in found]
+    stopped = threading.Event()
     with ThreadPoolExecutor(READERS) as readers:
-        for done, now in enumerate(readers.map(Weights.of, unread)):
-            found[unread[done].name] = now
-            progress(done + 1, len(unread))
+        reading = [readers.submit(Weights.of, file, stopped.is_set) for file in unread]
+        try:
+            for done, file in enumerate(unread):
+                found[file.name] = reading[done].result()
+                progress(done + 1, len(unread))
+        except BaseException:  # a Ctrl-C would wait for the files that are being read
+            stopped.set()
+            readers.shutdown(wait=False, cancel_futures=True)
+            raise
     return found
 
 
@@ -287,6 +295,13 @@ def brings_code(model: str) -> str:
     return ""
 
 
+def offers_code(model: str) -> bool:
+    """Whether it has Python code of its own for what transformers does without."""
+    files = filter(None, (_file(model, name) for name in CODE_FILES))
+    parts = (part for content in map(_read_json, files) for part in (content, language(content)))
+    return any("auto_map" in part for part in parts) and not brings_code(model)
+
+
 def _known(content: Mapping[str, Any]) -> bool:
     """Whether transformers itself has the class of a config, a tokenizer or a processor."""
     import transformers
@@ -320,8 +335,29 @@ def _check_files(directory: Path, trust_remote_code: bool) -> None:
     for shard in sorted(shards):
         if not (directory / shard).is_file():
             raise UserError(f"--model {directory}: no {shard} in this directory")
+    for shard in sorted(shards):
+        _check_length(directory / shard)
     if not trust_remote_code and not _has_chat_template(directory):
         raise UserError(f"--model {directory}: its tokenizer has no chat template")
+
+
+def _check_length(file: Path) -> None:
+    """Refuse a safetensors file that is not as long as its header has it."""
+    try:
+        there = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length) if length < there else b"")
+        tensors = (value for name, value in header.items() if name != "__metadata__")
+        whole = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+    except OSError as error:
+        raise UserError(f"--model {file}: {(error.strerror or str(error)).lower()}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise UserError(f"--model {file}: cut, or no safetensors file; copy it anew") from None
+    if there != whole:
+        raise UserError(
+            f"--model {file}: it has {there:,} bytes, by its header {whole:,}; copy it anew"
+        )
 
 
 def _has_chat_template(directory: Path) -> bool:

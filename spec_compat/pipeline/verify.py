@@ -117,7 +117,9 @@ class _UnreadableError(Exception):
 def _run(root: Path) -> tuple[Layout, ResolvedConfig]:
     if not root.is_dir():
         raise UserError(f"{root}: no such directory")
-    there = manifest.find(root) if any(root.iterdir()) else None
+    if not Layout(root).manifest.is_file():
+        raise UserError(f"{root}: not the directory of a run: it has no manifest.json")
+    there = manifest.find(root)
     if there is None or "extract" not in there.stages:
         raise UserError(f"{root}: no rows have been extracted in this directory")
     return Layout(root.resolve()), ResolvedConfig.model_validate(there.options)

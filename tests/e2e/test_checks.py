@@ -182,7 +182,13 @@ def test_a_verifier_that_does_not_fit_is_refused_in_one_line(
         verify.verify(finished[0])
 
 
-def test_what_is_no_run_is_an_error_of_one_line(cli: Command, tmp_path: Path) -> None:
+def test_what_is_no_run_is_an_error_of_one_line(
+    cli: Command, tiny_llama: Path, tmp_path: Path
+) -> None:
+    done = cli("verify", str(tiny_llama))
+    assert done.returncode == 2
+    said = f"error: {tiny_llama}: not the directory of a run: it has no manifest.json\n"
+    assert done.stderr == said
     for directory in (tmp_path, tmp_path / "nowhere"):
         for name in ("verify", "check-head"):
             done = cli(name, str(directory))

@@ -102,7 +102,12 @@ def flips(lab: Lab) -> Iterator[Case]:
 
 def repairs(lab: Lab) -> Iterator[Case]:
     """What is altered is made again, as it was, and only what is altered."""
-    for name in ("checkpoints/2/model.safetensors", "vocab_mapping/d2t.npy", "head/config.json"):
+    for name in (
+        "gen/talks/sample_lengths.json",
+        "checkpoints/2/model.safetensors",
+        "vocab_mapping/d2t.npy",
+        "head/config.json",
+    ):
         run = lab.directory / "flipped"
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(lab.reference, run)

@@ -64,7 +64,7 @@ EXTRACT_KILLS = (*KILLS, "worker")
 # When: at an operation on files of the stage's own process, after a time, or when workers have
 # written so many rows.
 WAYS = ("operation", "time", "files")
-GONE_SECONDS = 20.0
+GONE_SECONDS = 60.0
 
 
 class Quiet:
@@ -137,7 +137,7 @@ class Lab:
         if pid == 0:
             self._run(run, faults or Faults(run), groups, answer)
         if kill:
-            while not groups.exists() and not answer.exists():
+            while not begun(groups) and not answer.exists():
                 time.sleep(0.005)
             time.sleep(after)
             while len(list(run.glob("gen/*/*data_*"))) < files and not answer.exists():
@@ -187,14 +187,19 @@ class Lab:
         return int((self.counted / stage).read_text()), manifest.stages[stage].seconds
 
 
+def begun(groups: Path) -> list[int]:
+    """The groups of the stages that have begun; a file that is there may not be written yet."""
+    return [int(group) for group in groups.read_text().split()] if groups.exists() else []
+
+
 def strike(kill: str, runner_pid: int, groups: Path) -> None:
-    if not groups.exists():
+    if not begun(groups):
         return  # it has ended before its first stage
     try:
         if kill == "stage":
-            os.killpg(int(groups.read_text().split()[-1]), signal.SIGKILL)
+            os.killpg(begun(groups)[-1], signal.SIGKILL)
         elif kill == "worker":
-            for worker in members(int(groups.read_text().split()[-1]))[-1:]:
+            for worker in members(begun(groups)[-1])[-1:]:
                 os.kill(worker, signal.SIGKILL)
         else:
             os.kill(runner_pid, signal.SIGKILL if kill == "runner" else signal.SIGTERM)
@@ -204,10 +209,8 @@ def strike(kill: str, runner_pid: int, groups: Path) -> None:
 
 def wait_until_gone(groups: Path) -> None:
     """Raise unless every process of every stage ends by itself."""
-    if not groups.exists():
-        return
     deadline = time.monotonic() + GONE_SECONDS
-    for group in map(int, groups.read_text().split()):
+    for group in begun(groups):
         while not is_gone(group):
             if time.monotonic() > deadline:
                 raise SystemExit(f"processes of the stage {group} are left")

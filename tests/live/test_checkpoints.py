@@ -1,6 +1,7 @@
 """Which checkpoints of a killed run are gone on with, and what is kept of its metrics."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,8 +34,44 @@ def saved(tmp_path: Path) -> Path:
 
 def test_what_a_kill_left_is_removed_and_nothing_else(saved: Path) -> None:
     (saved / "notes").mkdir()
-    assert checkpoints.drop_unfinished(saved) == 3
+    assert checkpoints.drop_unfinished(saved, 4) == 3
     assert {path.name for path in saved.iterdir()} == {"0", "1", "2", "notes"}
+
+
+def test_an_epoch_has_its_name_when_the_disk_has_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = list[str]()
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+    def half_written(trainer: Any, epoch: int) -> None:
+        directory = trainer.checkpointer.path / str(epoch)
+        directory.mkdir(parents=True)
+        for name in whole_checkpoints.FILES:
+            (directory / name).touch()
+            assert not (tmp_path / str(epoch)).exists()
+
+    def named(part: Path, path: Path) -> Path:
+        assert {*whole_checkpoints.FILES, whole_checkpoints.SUMS, "7"} == {*synced}
+        assert whole_checkpoints._is_whole(part)
+        os.rename(part, path)  # noqa: PTH104, that of pathlib is this one
+        return path
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", named)
+    checkpointer = SimpleNamespace(path=tmp_path)
+    trainer = SimpleNamespace(checkpointer=checkpointer, is_distributed=False)
+    whole_checkpoints.save(half_written, SimpleNamespace())(trainer, 7)  # type: ignore[arg-type]
+    assert synced[-1] == tmp_path.name
+    assert [path.name for path in tmp_path.iterdir()] == ["7"]
+    assert checkpointer.path == tmp_path
+
+
+def test_an_epoch_that_the_run_does_not_have_is_not_gone_on_with(saved: Path) -> None:
+    assert checkpoints.drop_unfinished(saved, 2) == 2
+    assert {path.name for path in saved.iterdir()} == {"0", "1"}
 
 
 @pytest.mark.parametrize("name", [*whole_checkpoints.FILES, whole_checkpoints.SUMS])
@@ -48,7 +85,7 @@ def test_an_epoch_with_a_file_that_is_spoilt_is_trained_again(
     if spoil == "gone":
         file.unlink()
     shutil.rmtree(saved / "2")
-    assert checkpoints.drop_unfinished(saved) == 1
+    assert checkpoints.drop_unfinished(saved, 4) == 1
     assert {path.name for path in saved.iterdir()} == {"0"}
 
 

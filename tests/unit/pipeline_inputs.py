@@ -24,9 +24,16 @@ def make_verifier(directory: Path, **config: Any) -> Path:
         **config,
     }
     (directory / "config.json").write_text(json.dumps(content))
-    (directory / "model.safetensors").write_bytes(b"weights")
+    (directory / "model.safetensors").write_bytes(weights(b"weights"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{}"}))
     return directory
+
+
+def weights(content: bytes) -> bytes:
+    """A safetensors file of one tensor."""
+    tensor = {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}
+    header = json.dumps({"w": tensor}).encode()
+    return len(header).to_bytes(8, "little") + header + content
 
 
 def make_data(file: Path, rows: int = 3) -> Path:

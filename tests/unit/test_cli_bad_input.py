@@ -123,6 +123,22 @@ def test_an_unknown_key_in_the_file(root: Path) -> None:
     assert_refused(run("--config", "run.toml"), "run.toml: no option is called 'sequence_length'")
 
 
+def test_an_option_that_is_spelt_in_two_ways(root: Path) -> None:
+    (root / "run.toml").write_text("seq-length = 64\nseq_length = 32\n")
+    expected = "--config run.toml: 'seq_length' is there twice, with - and with _"
+    assert_refused(run("--config", "run.toml"), expected)
+
+
+@pytest.mark.parametrize("option", ["model", "data", "output", "hf-cache-dir"])
+def test_a_path_that_is_none(option: str, root: Path) -> None:
+    """A shell cannot write it, a file can."""
+    given = {"model": "model", "data": "d.jsonl", "output": "run"} | {option: "a\0b"}
+    lines = [f"{name} = {json.dumps(value)}\n" for name, value in given.items()]
+    (root / "run.toml").write_text("".join(lines))
+    result = CliRunner().invoke(app, ["run-pipeline", "--config", "run.toml"])
+    assert_refused(result, r"'a\x00b': a path cannot have a NUL byte")
+
+
 @pytest.mark.parametrize("missing", ["--model", "--data", "--output"])
 def test_a_missing_option(root: Path, missing: str) -> None:
     given = ["--model", "model", "--data", "d.jsonl", "--output", "run"]

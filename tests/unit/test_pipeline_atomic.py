@@ -21,6 +21,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
         stream.write(b"aft")
         raise Killed
     assert file.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [file]
     with atomic.replacing(file) as stream:
         stream.write(b"after")
         assert file.read_text() == "before"
@@ -80,6 +81,8 @@ def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
         (part / "new").touch()
         raise Killed
     assert [path.name for path in directory.iterdir()] == ["old"]
+    (tmp_path / ".head.part").mkdir()
+    (tmp_path / ".head.part" / "left by a kill").touch()
     with atomic.replacing_directory(directory) as part:
         (part / "new").touch()
     assert [path.name for path in directory.iterdir()] == ["new"]

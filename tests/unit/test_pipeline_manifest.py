@@ -15,7 +15,7 @@ from spec_compat.pipeline import atomic, config, fingerprints, manifest, plan
 from spec_compat.pipeline.index import Index
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest, StageRecord
-from tests.unit.pipeline_inputs import TURNS, make_data, make_verifier
+from tests.unit.pipeline_inputs import TURNS, make_data, make_verifier, weights
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_other_content_under_the_same_path_is_done_again_and_says_so(
 ) -> None:
     monkeypatch.setattr(manifest, "_altered_rows", lambda *_: None)
     begun, layout = all_done(root), Layout(root / "run")
-    (root / "model" / "model.safetensors").write_bytes(b"other")
+    (root / "model" / "model.safetensors").write_bytes(weights(b"other"))
     made = planned(root)
     manifest.refuse_another_run(begun, made, None)
     assert manifest.fault(begun, made, layout, "prepare") is None
@@ -178,6 +178,22 @@ def test_another_release_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -
     assert reason == "speculators was 0.3.0, is 0.4.0"
 
 
+def test_the_packages_that_make_tokens_count(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "_release", lambda name: f"of {name}")
+    found = fingerprints.of("prepare", str(root / "model"))
+    for name in ("speculators", "transformers", "tokenizers"):
+        assert found[name] == f"of {name}"
+
+
+def test_the_files_of_a_download_may_come_later(root: Path) -> None:
+    """They are those of its commit."""
+    place = root / "models--org--m" / "snapshots" / ("0" * 40)
+    make_verifier(place)
+    before = fingerprints.of("prepare", str(place))
+    (place / "tokenizer.json").write_text("{}")
+    assert fingerprints.of("prepare", str(place)) == before
+
+
 def all_done(root: Path) -> Manifest:
     """As if every stage had been run."""
     made = planned(root)
@@ -210,6 +226,15 @@ def touch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         os.utime(file, (1, 1))
 
 
+def larger_vocabulary(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_verifier(root / "model", vocab_size=600)
+
+
+def own_code(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a class that transformers has too: which is taken depends on --trust-remote-code."""
+    make_verifier(root / "model", auto_map={"AutoConfig": "configuration_llama.LlamaConfig"})
+
+
 def copy_model(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(root / "model", root / "copy")
     shutil.rmtree(root / "model")
@@ -228,14 +253,36 @@ TOKENIZER, TEMPLATE = "the tokenizer has changed", "the chat template has change
             {"prepare": "data d has changed"},
         ),
         (
-            rewrite("model/model.safetensors", "other"),
+            rewrite("model/model.safetensors", weights(b"other").decode()),
             {},
             {"extract": "model has changed", "train": "model has changed"},
         ),
         (rewrite("model/tokenizer.json", "{}"), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
         (rewrite("model/vocab.txt", "a"), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
+        (rewrite("model/x.tiktoken", "a"), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
+        (rewrite("model/tool_declaration_ts.py", ""), {}, {"prepare": TOKENIZER, "map": TOKENIZER}),
         (rewrite("model/chat_template.jinja", "x"), {}, {"prepare": TEMPLATE}),
         (rewrite("model/README.md", "x"), {}, {}),
+        (
+            larger_vocabulary,
+            {"draft_vocab_size": 512},
+            {
+                "extract": "model has changed",
+                "map": "the verifier's vocabulary was 512, is 600",
+                "train": "model has changed",
+            },
+        ),
+        (touch, {"trust_remote_code": True}, {}),
+        (
+            own_code,
+            {"trust_remote_code": True},
+            {
+                "prepare": "--trust-remote-code was false, is true",
+                "map": "--trust-remote-code was false, is true",
+                "extract": "model has changed",
+                "train": "model has changed",
+            },
+        ),
         (
             release("speculators", "0.4.0"),
             {},
@@ -328,6 +375,22 @@ def test_an_altered_or_missing_file_is_named(root: Path) -> None:
     assert manifest.fault(begun, made, layout, "prepare") == "prepared/d/data.arrow is missing"
 
 
+def test_what_is_altered_is_not_gone_on_with(root: Path) -> None:
+    """A stage that keeps what is there would record it as its own."""
+    begun, _, layout = finished(root)
+    record, file = begun.stages["prepare"], layout.prepared("d") / "data.arrow"
+    manifest.drop_altered(record, layout)
+    assert file.exists()
+    (layout.prepared("d") / "kept").touch()
+    outside = root / "outside"
+    outside.touch()
+    record.outputs |= {"../outside": "0", str(outside): "0", "prepared/d/gone": "0"}
+    file.write_text("ROWS")
+    manifest.drop_altered(record, layout)
+    assert outside.exists()
+    assert [there.name for there in file.parent.iterdir()] == ["kept"]
+
+
 def test_rows_that_the_index_has_lost_are_missed(root: Path) -> None:
     made, layout = planned(root), Layout(root / "run")
     layout.rows("d").mkdir(parents=True)
@@ -335,10 +398,38 @@ def test_rows_that_the_index_has_lost_are_missed(root: Path) -> None:
     file = layout.rows("d") / "data_0.pt"
     file.write_text("states")
     index.add(file.name, atomic.sha256(file), {0: 3})
-    assert manifest._altered_rows(made, layout, 1) is None
-    assert manifest._altered_rows(made, layout, 2) == "1 of 2 rows are in the index"
+    record = StageRecord(inputs={}, started="", counts={"rows": 1})
+    assert manifest._altered_rows(made, layout, record) is None
+    more = record.model_copy(update={"counts": {"rows": 2}})
+    assert manifest._altered_rows(made, layout, more) == "1 of 2 rows are in the index"
     file.write_text("STATES!")
-    assert manifest._altered_rows(made, layout, 1) == "gen/d/data_0.pt: it has 7 bytes, not 6"
+    assert manifest._altered_rows(made, layout, record) == "gen/d/data_0.pt: it has 7 bytes, not 6"
+
+
+def test_a_list_of_shards_that_the_run_did_not_write_is_found(root: Path) -> None:
+    """The trainer would read the shards that it names."""
+    made, layout = planned(root), Layout(root / "run")
+    layout.rows("d").mkdir(parents=True)
+    (layout.rows("d") / "index.json").write_text('{"rows": {"0": "shard_0.safetensors"}}')
+    record = StageRecord(inputs={}, started="", counts={"rows": 0})
+    reason = manifest._altered_rows(made, layout, record)
+    assert reason == "gen/d/index.json is not of this run"
+    record.outputs["gen/d/index.json"] = "0"
+    assert manifest._altered_rows(made, layout, record) is None
+
+
+def test_what_patches_share_counts_too() -> None:
+    """The sink writes the rows, and is no patch by itself."""
+    assert "the patch extract/-sink" in fingerprints._patches("extract")
+
+
+def test_a_name_of_a_file_counts(tmp_path: Path) -> None:
+    digests = set()
+    for name in ("a.model", "b.model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("the same")
+        digests.add(fingerprints._digest(tmp_path / name, ["*.model"]))
+    assert len(digests) == 2
 
 
 def test_the_code_of_a_patch_counts_and_its_words_do_not(tmp_path: Path) -> None:
@@ -355,6 +446,15 @@ def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: str) -> Non
     (tmp_path / "manifest.json").write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match="not the manifest of a run"):
         manifest.find(tmp_path)
+
+
+def test_an_altered_manifest_is_refused(root: Path) -> None:
+    (root / "run").mkdir()
+    manifest.begin(planned(root)).save(Layout(root / "run"))
+    file = root / "run" / "manifest.json"
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(UserError, match="altered since it was written; restore it"):
+        manifest.find(root / "run")
 
 
 @pytest.mark.parametrize(
@@ -428,6 +528,24 @@ def test_a_stage_is_cleared_without_touching_the_others(tmp_path: Path) -> None:
     assert not layout.metrics.exists()
     assert layout.gen.exists()
     assert layout.head.exists()
+
+
+def test_the_rows_of_a_dataset_stay_when_another_is_added_or_goes(root: Path) -> None:
+    begun, made, layout = all_done(root), planned(root), Layout(root / "run")
+    prepare, extract = begun.stages["prepare"], begun.stages["extract"]
+    extract.parts = {"a": "1", "b": "2", "c": "3"}
+    prepare.parts, prepare.digest = {"a": "1", "b": "other", "d": "4"}, "other"
+    now = manifest.inputs(begun, made, "extract")
+    kept = manifest.kept(begun, "extract", now)
+    assert kept == {"a"}
+    for name in "abc":
+        layout.rows(name).mkdir(parents=True)
+    layout.clear("extract", keep=kept)
+    assert [path.name for path in layout.gen.iterdir()] == ["a"]
+    assert not manifest.kept(begun, "train", now)
+    assert not manifest.kept(begun, "extract", {**now, "model": "other"})
+    layout.clear("extract")
+    assert not layout.gen.exists()
 
 
 @pytest.mark.parametrize("stage", ["extract", "map", "train", "export"])

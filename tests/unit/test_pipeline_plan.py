@@ -7,7 +7,7 @@ import pytest
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline import config, plan, verifier, zstd
-from tests.unit.pipeline_inputs import make_data, make_verifier
+from tests.unit.pipeline_inputs import make_data, make_verifier, weights
 
 
 def planned(tmp_path: Path, geometry: dict[str, Any] | None = None, **flags: Any) -> plan.Plan:
@@ -118,6 +118,28 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (model / "model-1.safetensors").touch()
     with pytest.raises(UserError, match=r"no model-2\.safetensors"):
         verifier.read(str(model))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (weights(b"weights")[:-1], "it has 74 bytes, by its header 75; copy it anew"),
+        (weights(b"weights")[:20], "cut, or no safetensors file; copy it anew"),
+        (b"", "cut, or no safetensors file; copy it anew"),
+        (
+            b"version https://git-lfs.github.com/spec/v1",
+            "cut, or no safetensors file; copy it anew",
+        ),
+    ],
+)
+def test_weights_that_are_cut_are_named_before_they_are_loaded(
+    content: bytes, says: str, tmp_path: Path
+) -> None:
+    model = make_verifier(tmp_path / "model")
+    (model / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        verifier.read(str(model))
+    assert str(caught.value) == f"--model {model}/model.safetensors: {says}"
 
 
 def test_a_name_leaves_room_for_what_is_added_to_it() -> None:

@@ -1,4 +1,4 @@
-"""Shared memory that a run leaves when all of it is killed at once."""
+"""Signals, and the shared memory that a run leaves when all of it is killed at once."""
 
 import json
 import os
@@ -78,3 +78,44 @@ def test_another_file_of_that_name_stays(sharing: Sharing, tmp_path: Path) -> No
         assert plain.exists()
     finally:
         plain.unlink()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Those of before; and all are heard, of which a job in the background ignores some."""
+    before = {number: signal.getsignal(number) for number in processes.STOPS}
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("sent", processes.STOPS)
+def test_a_second_signal_does_not_interrupt_what_the_first_one_ends(
+    sent: signal.Signals, handlers: None
+) -> None:
+    ended = []
+
+    def work() -> None:
+        try:
+            signal.raise_signal(sent)
+        finally:
+            signal.raise_signal(sent)
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt), processes.stopped_once():
+        work()
+    assert ended
+
+
+def test_a_signal_while_processes_are_given_time_takes_it_from_them(handlers: None) -> None:
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+    def wait() -> None:
+        signal.raise_signal(signal.SIGINT)
+        process.wait(60)
+
+    with pytest.raises(KeyboardInterrupt), processes.hastened({process.pid}):
+        wait()
+    assert process.returncode == -signal.SIGKILL

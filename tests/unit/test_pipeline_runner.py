@@ -1,18 +1,23 @@
 """What the runner decides before it starts a process: stages, environment, devices."""
 
+import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import config, display, plan, runner, stage
+from spec_compat.pipeline import config, display, plan, processes, runner, stage
 from spec_compat.pipeline.display import Display
-from spec_compat.pipeline.layout import Layout
+from spec_compat.pipeline.layout import Layout, Stage
+from spec_compat.pipeline.manifest import Manifest
 from tests.unit.pipeline_inputs import make_data, make_verifier
 
 
@@ -114,6 +119,14 @@ def test_a_worker_that_vllm_ends_for_its_error_was_not_killed(
     assert stage._one_line(RuntimeError(error), number).startswith(said)
 
 
+def test_of_several_ranks_the_first_to_fail_is_the_cause(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    layout.logs.mkdir()
+    layout.log("train").touch()
+    failures = [{"kind": "crash", "text": text} for text in ("ValueError: x", "lost rank 0")]
+    assert "ValueError: x" in str(runner._failure("train", failures, 1, layout))
+
+
 def test_no_stage_unpickles_whatever_the_user_has_set() -> None:
     own = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
     environment = runner._environment(own, reports="r")
@@ -145,6 +158,78 @@ def test_a_stage_holds_the_lock_and_hears_when_its_runner_is_gone(
     log = Layout(tmp_path / "run").log("prepare").read_text()
     assert '{"lock": true}' in log
     assert '{"pipe": true}' in log
+
+
+# Says what it found, keeps it, and makes one file.
+MAKES = """
+import hashlib, json, os, sys
+from pathlib import Path
+stage, root, events = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+names = {"prepare": "prepared", "extract": "gen", "map": "vocab_mapping", "train": "checkpoints"}
+place = root / names.get(stage, "head")
+place.mkdir(exist_ok=True)
+found = sorted(file.name for file in place.iterdir())
+if "made" not in found:
+    (place / "made").write_text(stage)
+made = (place / "made").read_bytes()
+outputs = {f"{place.name}/made": hashlib.sha256(made).hexdigest()}
+counts = {"rows": 0, "found": found}
+record = {"digest": os.environ.get("DIGEST", "same"), "counts": counts, "outputs": outputs}
+Path(events).open("w").write(json.dumps({"event": "result", "record": record}) + "\\n")
+"""
+Made = Callable[..., Manifest]
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Does a run whose stages make a file each; `found` is what was there before."""
+    model, data = make_verifier(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
+    given = {"model": str(model), "data": [str(data)], "output": tmp_path / "run"}
+    monkeypatch.setattr(
+        runner,
+        "command",
+        lambda stage, gpus, root, events: [sys.executable, "-c", MAKES, stage, root, events],
+    )
+
+    def run(first: Stage | None = None, last: Stage | None = None, **options: Any) -> Manifest:
+        made = plan.make(config.load({**given, **options}))
+        return runner.run(made, Display(Console(quiet=True)), first, last)
+
+    run()
+    return run
+
+
+def test_what_is_altered_goes_before_a_stage_goes_on(made: Made, tmp_path: Path) -> None:
+    mapping = tmp_path / "run" / "vocab_mapping"
+    (mapping / "made").write_text("altered")
+    (mapping / "more").touch()
+    done = made()
+    assert (mapping / "made").read_text() == "map"
+    assert done.stages["map"].counts["found"] == ["more"]
+    assert done.stages["extract"].counts["found"] == []
+
+
+def test_with_other_inputs_nothing_is_kept(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "vocab_mapping" / "more").touch()
+    monkeypatch.setenv("DIGEST", "other")
+    done = made("map", "map", draft_vocab_size=64)
+    assert done.stages["map"].counts["found"] == []
+    unfinished = [stage for stage, record in done.stages.items() if not record.finished]
+    assert unfinished == ["train"]
+
+
+def test_what_a_killed_run_has_left_in_memory_is_given_back(made: Made, tmp_path: Path) -> None:
+    left = processes.SHARED / f"psm_spec_compat_{os.getpid()}"
+    left.touch()
+    try:
+        note = json.dumps({left.name: left.stat().st_ino})
+        (tmp_path / "run" / ".shared").write_text(note)
+        made()
+        assert not left.exists()
+    finally:
+        left.unlink(missing_ok=True)
 
 
 def test_a_run_goes_on_where_nothing_can_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:

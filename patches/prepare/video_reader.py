@@ -4,7 +4,7 @@ Symptom  ImportError: cannot import name 'VideoReader' from 'torchvision.io', at
          is read from the dataset that preprocessing returns.
 Cause    speculators 0.4 asks for a datasets before 4.8.4. Its formatters look whether a value is a
          `torchvision.io.VideoReader` wherever torchvision is imported, as transformers 5 and vLLM
-         do. That of torch 2.13 has no such class.
+         do. torchvision has no such class since 0.26, which goes with torch 2.11.
 Fix      The class is provided; nothing is one of its instances.
 Remove when speculators 0.3 and 0.4 are no longer supported.
 """
@@ -15,7 +15,7 @@ from spec_compat.patching import NEEDED, Patch, Probe, already_fixed
 
 patch = Patch(
     module="torchvision.io",
-    when={"speculators": ">=0.3,<0.5", "torch": ">=2.13"},
+    when={"speculators": ">=0.3,<0.5", "torch": ">=2.11"},
     severity="optional",
 )
 

@@ -21,7 +21,7 @@ def text_config(auto: Any, verifier: str) -> Any:
     import transformers
 
     written, _ = transformers.PretrainedConfig.get_config_dict(verifier)
-    text = next((written[name] for name in NESTED if name in written), written)
+    text = next((written[name] for name in NESTED if written.get(name)), written)
     if "auto_map" in written or "auto_map" in text:
         for name in text.get("architectures") or ():
             if known := getattr(transformers, name, None):

@@ -75,7 +75,7 @@ def tensor_names(loading: ModuleType, model_path: str) -> list[str]:
 
 
 def named_like(wanted: str, names: list[str]) -> str | None:
-    """A tensor of the wanted module that is there in place of its weight, packed or scaled."""
+    """A tensor of the wanted module that is there in place of its weight: packed, or its scale."""
     module = wanted.split(".")[-2]
-    packed = (name.rpartition(".")[2] for name in names if f"{module}.weight_" in name)
-    return next((n for kind in packed if (n := named(f"{module}.{kind}", names))), None)
+    kinds = (name.rpartition(".")[2] for name in names if name.split(".")[-2:-1] == [module])
+    return next((n for kind in kinds if (n := named(f"{module}.{kind}", names))), None)

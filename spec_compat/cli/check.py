@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ def head(
     if not problems and (with_vllm or python or "vllm" in versions.detect(["vllm"]).releases):
         content["serving"] = _serving(architectures, interpreter)
     if with_vllm and not problems:
-        problems += content["serving"]
+        problems += _serving(architectures, interpreter, sure=True)
     if with_vllm and not problems:
         run = serve.run_of(directory)
         served = _serve(directory, found, interpreter, prompts, run, options)
@@ -67,15 +69,19 @@ def rows(directory: Path, samples: int, as_json: bool) -> int:
     from spec_compat.pipeline.verify import verify
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    begun = _begun(console)
+    # Code that comes with the verifier may print, and what is printed here may be read as JSON.
+    with (
+        redirect_stdout(sys.stderr),
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
         task = bar.add_task("reading", total=None)
-        found = verify(
-            directory,
-            samples,
-            lambda text, done, total: bar.update(
-                task, description=text, completed=done, total=total
-            ),
-        )
+
+        def progress(text: str, done: int, total: int) -> None:
+            begun(text)
+            bar.update(task, description=text, completed=done, total=total)
+
+        found = verify(directory, samples, progress)
     if as_json:
         print(json.dumps(asdict(found), indent=1))
         return FOUND if found.problems else 0
@@ -89,12 +95,12 @@ def rows(directory: Path, samples: int, as_json: bool) -> int:
     return FOUND if found.problems else 0
 
 
-def _serving(architectures: list[str], python: Path) -> list[str]:
+def _serving(architectures: list[str], python: Path, sure: bool = False) -> list[str]:
     """What keeps the interpreter's vLLM from serving the head, as far as is known beforehand."""
     release = serve.installed(python)
     if not architectures:
         return []
-    return check_head.serving_problems(architectures, release.version, release.on_cpu)
+    return check_head.serving_problems(architectures, release.version, release.on_cpu, sure)
 
 
 def _serve(
@@ -110,8 +116,28 @@ def _serve(
     else:
         questions = run.prompts if run and run.prompts else serve.chats()
     options = {**(run.options if run else {}), **options}
-    with Console(stderr=True).status("decoding") as status:
-        return serve.serve(directory, head, questions, python, options, status.update)
+    console = Console(stderr=True)
+    begun = _begun(console)
+    with console.status("decoding") as status:
+
+        def doing(text: str) -> None:
+            begun(text)
+            status.update(text)
+
+        return serve.serve(directory, head, questions, python, options, doing)
+
+
+def _begun(console: Console) -> Callable[[str], None]:
+    """Says each thing that is begun, where no terminal shows it at work."""
+    last = ""
+
+    def say(text: str) -> None:
+        nonlocal last
+        if text != last and not console.is_terminal:
+            print(text, file=sys.stderr, flush=True)
+        last = text
+
+    return say
 
 
 def _print(content: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,12 @@ def _print_head(console: Console, plan: Plan) -> None:
     head = Layout(plan.config.output).head
     console.print(f"\nThe head is in {head}. To serve it:", highlight=False, soft_wrap=True)
     trust = " --trust-remote-code" if plan.config.trust_remote_code else ""
-    console.print(f"  vllm serve {head}{trust}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"  vllm serve {shlex.quote(str(head))}{trust}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     for problem in _serving_problems(plan):
         console.print(f"  note: {problem}", markup=False, highlight=False, soft_wrap=True)
 

@@ -128,16 +128,20 @@ def verifier_problems(config: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def serving_problems(architectures: list[str], release: Version, on_cpu: bool) -> list[str]:
+def serving_problems(
+    architectures: list[str], release: Version, on_cpu: bool, sure: bool = False
+) -> list[str]:
     """Why this release of vLLM cannot serve such a verifier with EAGLE-3, and which ones can.
 
-    What is known is in serving.toml. A patch that SPEC_COMPAT_ENABLE names counts.
+    What is known is in serving.toml. A patch that SPEC_COMPAT_ENABLE names counts. An architecture
+    that is not there may be served all the same, by a newer release or by way of transformers: with
+    `sure` nothing is said of it.
     """
     found = []
     first, patch = _first(architectures), _patch(architectures)
-    if not (first and release >= first) and not (
-        patch and matches(release, patch.when["vllm"]) and patch.id in registry.enabled()
-    ):
+    by_patch = patch and matches(release, patch.when["vllm"]) and patch.id in registry.enabled()
+    known = first is not None or patch is not None
+    if not (first and release >= first) and not by_patch and (known or not sure):
         found.append(f"this is vLLM {release}; {served_by(architectures)}")
     cpu = versions.table("serving.toml")["cpu"]
     if on_cpu and release < Version(cpu):

@@ -170,12 +170,13 @@ def _validation(train: StageRecord) -> Table:
     )
     for heading in ("speculative step", "loss", "accepted", "accepted if the steps before are"):
         table.add_column(heading, justify="right")
-    for step, (share, before) in enumerate(zip(acceptance, [1.0, *acceptance], strict=False)):
+    following = train.counts.get("following_acceptance")  # a run may be older than that
+    for step, share in enumerate(acceptance):
         table.add_row(
             str(step + 1),
             f"{metrics[f'loss_{step}']:.3f}",
             f"{share:.1%}",
-            f"{share / before if before else 0:.1%}",
+            f"{following[step]:.1%}" if following else "not known",
         )
     return table
 

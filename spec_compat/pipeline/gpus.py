@@ -27,7 +27,7 @@ from spec_compat.pipeline.layout import Stage
 
 STAGES: tuple[Stage, ...] = ("extract", "train")
 ANSWER_SECONDS = 2.0
-# A server that was stopped may need this long to give its memory back; one that does not come up
+# A server may need this long to stop, and again to give its memory back; one that does not come up
 # again mostly ends at once.
 STOP_SECONDS = 180.0
 RESTART_SECONDS = 5.0
@@ -69,14 +69,20 @@ class Room:
         self._stopped = True  # even half stopped, or interrupted, it is to come back
         # A file, not a pipe: what the command leaves running may keep that open.
         with tempfile.TemporaryFile() as said:
-            done = subprocess.run(  # noqa: S602
-                command,
-                shell=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=said,
-                check=False,
-            )
+            try:
+                done = subprocess.run(  # noqa: S602
+                    command,
+                    shell=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                    timeout=STOP_SECONDS,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise UserError(
+                    f"{flag('stop_server_cmd')}: it has not ended after {STOP_SECONDS:.0f} seconds"
+                ) from None
             said.seek(0)
             lines = said.read().decode("utf-8", errors="replace").strip().splitlines()
         if done.returncode:

@@ -21,7 +21,7 @@ from speculators.data_generation.preprocessing import load_and_preprocess_datase
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, conversations
+from spec_compat.pipeline import atomic, conversations, verifier
 from spec_compat.pipeline.events import Events
 from spec_compat.pipeline.manifest import digest_of
 from spec_compat.pipeline.plan import Dataset
@@ -43,7 +43,7 @@ def run(job: Job) -> Result:
     """Write `prepared/<dataset>/`: columns input_ids and loss_mask, int64 of equal length a row."""
     spec_compat.require(stage="prepare", scope="driver")
     random.seed(job.config.seed)
-    check_tokenizer(job.config.model, job.config.trust_remote_code)
+    check_loads(job.config.model, job.config.trust_remote_code)
     counts: Counter[str] = Counter()
     digests: dict[str, str] = {}
     outputs: dict[str, str] = {}
@@ -61,17 +61,24 @@ def run(job: Job) -> Result:
     return Result(digest_of(digests), dict(counts), outputs, size, digests)
 
 
-def check_tokenizer(model: str, trust_remote_code: bool) -> None:
-    """Raise UserError where the verifier's tokenizer cannot be loaded, whatever that raises."""
-    from transformers import AutoTokenizer
+def check_loads(model: str, trust_remote_code: bool) -> None:
+    """Raise UserError where the verifier's tokenizer, or a config of its own, cannot be loaded.
 
-    try:
-        AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno:  # of the disk
-            raise
-        cause = str(error).strip().partition("\n")[0]
-        raise UserError(f"--model {model}: its tokenizer cannot be loaded: {cause}") from error
+    Whatever that raises: code that comes with a model may do anything.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    loads = {"config": AutoConfig, "tokenizer": AutoTokenizer}
+    if not verifier.brings_code(model):  # a type that transformers does not know, vLLM may
+        del loads["config"]
+    for what, auto in loads.items():
+        try:
+            auto.from_pretrained(model, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno:  # of the disk
+                raise
+            cause = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise UserError(f"--model {model}: its {what} cannot be loaded: {cause}") from error
 
 
 @contextmanager
@@ -133,7 +140,13 @@ def _prepare(
             f"{dataset.name}: {counts['untrainable']} of {len(rows)} rows have no token to train "
             "on and were dropped"
         )
-    digest = _measure(usable, counts)
+    largest, digest = _measure(usable, counts)
+    known = verifier.read(config.model, config.trust_remote_code).vocab_size
+    if largest >= known:  # vLLM's worker would end in the middle of them
+        raise UserError(
+            f"--model {config.model}: its tokenizer gives the id {largest}, and it has embeddings "
+            f"of {known} tokens, from 0 on"
+        )
     usable.with_format("torch").save_to_disk(directory)
     return counts, digest
 
@@ -171,18 +184,22 @@ def _has_target(loss_mask: np.ndarray[Any, Any]) -> bool:
     return bool(loss_mask[2:].any())
 
 
-def _measure(rows: hf.Dataset, counts: Counter[str]) -> str:
-    """Count rows and tokens; the digest is over ids and masks, not over how Arrow stores them."""
-    digest = hashlib.sha256()
+def _measure(rows: hf.Dataset, counts: Counter[str]) -> tuple[int, str]:
+    """Count rows and tokens; returns the largest id, and a digest of ids and masks.
+
+    It is over what they are, not over how Arrow stores them.
+    """
+    digest, largest = hashlib.sha256(), 0
     for batch in rows.with_format("numpy").iter(batch_size=BATCH):
         for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True):
+            largest = max(largest, int(ids.max()))
             counts["rows"] += 1
             counts["tokens"] += len(ids)
             counts["trainable_tokens"] += int(mask.sum())
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(np.ascontiguousarray(ids, np.int64).tobytes())
             digest.update(np.ascontiguousarray(mask, np.int64).tobytes())
-    return digest.hexdigest()
+    return largest, digest.hexdigest()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from spec_compat.pipeline.gpus import Room
 from spec_compat.pipeline.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.manifest import Manifest, StageRecord
 from spec_compat.pipeline.plan import Plan
+from spec_compat.pipeline.stage import TOLD_OF
 from spec_compat.report import Report
 
 # Set for every stage unless the user has set them.
@@ -297,7 +298,7 @@ def _failure(
     if failure is not None and failure["kind"] == "user":
         return UserError(failure["text"])
     log = _end(layout.log(stage))
-    if failure is not None and "root cause" in failure["text"] and (told := TOLD.findall(log)):
+    if failure is not None and TOLD_OF in failure["text"] and (told := TOLD.findall(log)):
         cause = told[-1]
     elif failure is not None:
         cause = failure["text"]

@@ -143,9 +143,9 @@ def serve(
 ) -> Served:
     """Decode the prompts without the head and with it. Raises SpecCompatError if vLLM fails."""
     asked = request(head, prompts, options)
-    doing("decoding without the head")
+    doing(f"loading the verifier and decoding {len(prompts)} prompts without the head")
     plain = decode(python, asked, None)
-    doing("decoding with the head")
+    doing(f"loading it again and decoding {len(prompts)} prompts with the head")
     return compare(plain, decode(python, asked, directory))
 
 

@@ -37,6 +37,8 @@ MODULES: dict[Stage, str] = {
     "export": "export",
 }
 
+# In what vLLM says of a worker that raised something, which it then ends itself by SIGTERM.
+TOLD_OF = "root cause"
 # For a stage without a runner to end by itself.
 GRACE_SECONDS = 5.0
 LOG_FORMAT = "%(asctime)s %(name)s: %(message)s"
@@ -136,7 +138,7 @@ def _job(run: Path, events: Events) -> Job:
 
 
 def _one_line(error: BaseException, child: int | None) -> str:
-    if child is not None:
+    if child is not None and not (child == signal.SIGTERM and TOLD_OF in str(error)):
         return f"a worker process was {processes.killed(child)}"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

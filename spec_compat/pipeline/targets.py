@@ -7,7 +7,7 @@ after the last one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from spec_compat.pipeline.verifier import text_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NORM, HEAD, EMBEDDINGS = "norm.weight", "lm_head.weight", "embed_tokens.weight"
+PLAIN, NEEDED = ("BF16", "F16", "F32"), "one in bfloat16 is needed"
 # Logits of a slice of the vocabulary are held at a time.
 SLICE = 1 << 14
 # Both sides compute in float32 from the same weights: only exact ties may differ.
@@ -32,8 +33,10 @@ class Verifier:
     """The verifier's final norm and its whole lm_head, [vocabulary, hidden] in its own dtype."""
 
     def __init__(self, model: str, trust_remote_code: bool = False) -> None:
-        self.norm = _norm(model, trust_remote_code)
-        tensors = _tensors(model)
+        text = text_config(model, trust_remote_code)
+        self.norm = _norm(model, text, trust_remote_code)
+        tensors = _tensors(model, _places(model))
+        _check_tied(model, text)
         self.norm.load_state_dict({"weight": tensors[NORM].float()}, assign=True)
         self.head = tensors[HEAD]
 
@@ -59,10 +62,12 @@ class Verifier:
 
 
 def refuse(model: str, trust_remote_code: bool) -> None:
-    """Raises UserError where no head can be trained for the verifier; reads no weights."""
-    _norm(model, trust_remote_code)
+    """Raises UserError where no head can be trained for the verifier; reads next to no weights."""
+    text = text_config(model, trust_remote_code)
+    _norm(model, text, trust_remote_code)
     if Path(model).is_dir():
         _places(model)
+        _check_tied(model, text)
 
 
 def check(model: Any, verifier: Verifier, states: Tensor) -> None:
@@ -96,11 +101,13 @@ class Acceptance(NamedTuple):
     """What a server is expected to accept of a head's drafts, and how far that can be relied on.
 
     `shares`: of positions at which the first, the first two, ... drafted tokens are all right.
+    `following`: of those at which all before it are, the share at which each token is.
     `own`: of the tokens that this was measured on, those that the verifier itself would have said.
     A server's text is all the verifier's own: where little of this one is, it accepts less.
     """
 
     shares: list[float]
+    following: list[float]
     own: float
 
 
@@ -119,7 +126,8 @@ def acceptance(
     own token, and each drafted one that it accepts with all before it.
     """
     device = next(model.parameters()).device
-    counts = torch.zeros(2, ttt_steps + 1, dtype=torch.float64, device=device)
+    counts = torch.zeros(3, ttt_steps, dtype=torch.float64, device=device)
+    said = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
     for batch in batches:
         there = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
@@ -128,12 +136,14 @@ def acceptance(
         tokens = torch.cat([draft + model.d2t[draft] for draft in drafts])
         right = verifier.tokens(there["verifier_last_hidden_states"][0])
         mask, positions = there["loss_mask"][0].bool(), there["position_ids"][0]
-        counts[:, :-1] += chain(tokens, right, mask, positions)
-        counts[:, -1] += own(there["input_ids"][0], right, mask, positions)
+        counts += chain(tokens, right, mask, positions)
+        said += own(there["input_ids"][0], right, mask, positions)
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(counts)
-    *shares, said = (counts[0] / counts[1].clamp_min(1)).tolist()
-    return Acceptance(shares, said)
+        torch.distributed.all_reduce(said)
+    holding, held, counted = counts
+    shares, following = (holding / of.clamp_min(1) for of in (counted, held))
+    return Acceptance(shares.tolist(), following.tolist(), float(said[0] / said[1].clamp_min(1)))
 
 
 def own(ids: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
@@ -147,7 +157,10 @@ def own(ids: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
 
 
 def chain(tokens: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-    """Positions at which a chain holds up to each step, and those counted, int64 [2, steps].
+    """Positions at which a chain holds up to each step, int64 [3, steps].
+
+    Under them those at which it held up to the step before, and all; a position whose turn ends
+    before the step is in none of the three.
 
     `tokens`, [steps, n], has what was drafted at each position for each step ahead of it; `right`,
     `mask` and `positions`, [n], are of the packed rows: the verifier's choice at a position,
@@ -156,24 +169,23 @@ def chain(tokens: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Ten
     A draft counts as far as it stays within one turn. It begins after a token of that turn, which
     the verifier has sampled: no server drafts the first token of a turn.
     """
-    counts = torch.zeros(2, len(tokens), dtype=torch.long, device=tokens.device)
+    counts = torch.zeros(3, len(tokens), dtype=torch.long, device=tokens.device)
     counted = mask & torch.cat([mask.new_zeros(1), mask[:-1] & (positions.diff() == 1)])
     holds = counted
     for step, drafted in enumerate(tokens):
         length = len(right) - step
         counted = counted[:length] & mask[step:] & (positions[step:] - positions[:length] == step)
-        holds = holds[:length] & counted & (drafted[:length] == right[step:])
-        counts[0, step] = holds.sum()
-        counts[1, step] = counted.sum()
+        held = holds[:length] & counted
+        holds = held & (drafted[:length] == right[step:])
+        counts[:, step] = torch.stack([holds.sum(), held.sum(), counted.sum()])
     return counts
 
 
-def _norm(model: str, trust_remote_code: bool) -> torch.nn.Module:
+def _norm(model: str, config: Any, trust_remote_code: bool) -> torch.nn.Module:
     """The final norm of the verifier's language model, in transformers' class, without weight.
 
     Raises UserError where a head cannot be trained on what it gives.
     """
-    config = text_config(model, trust_remote_code)
     config.num_hidden_layers = 1
     try:
         with torch.device("meta"):
@@ -192,42 +204,71 @@ def _norm(model: str, trust_remote_code: bool) -> torch.nn.Module:
     return found
 
 
-def _tensors(model: str) -> dict[str, Tensor]:
-    """Norm and head, or embeddings in its place, from a local directory or the hub's cache."""
+def _check_tied(model: str, config: Any) -> None:
+    """Raises UserError for an lm_head in the weights that vLLM leaves there.
+
+    Training may have changed a copy of what the config still calls the embeddings.
+    """
+    if not getattr(config, "tie_word_embeddings", False):
+        return
+    files, (head, file) = _files(model), _places(model)[HEAD]
+    embeddings = only(model, EMBEDDINGS, files)
+    if head == embeddings:
+        return
+    both = _tensors(model, {HEAD: (head, file), EMBEDDINGS: (embeddings, files[embeddings])})
+    if not torch.equal(both[HEAD], both[EMBEDDINGS]):
+        raise UserError(
+            f"--model {model}: its config ties the lm_head to the embeddings, which vLLM does, and "
+            f"its weights have another {head}; set tie_word_embeddings to false, or leave that out"
+        )
+
+
+def _tensors(model: str, places: Mapping[str, tuple[str, str]]) -> dict[str, Tensor]:
+    """Tensors by the names of `places`, from a local directory or the hub's cache."""
     found = {}
-    for kind, (name, file) in _places(model).items():
+    for kind, (name, file) in places.items():
         with safe_open(cached_file(model, file), "pt") as weights:
             found[kind] = weights.get_tensor(name)
     return found
 
 
-def _places(model: str) -> dict[str, tuple[str, str]]:
-    """Name and file of norm and head.
-
-    Under a wrapper the names have something before them; the norm stands beside the embeddings.
-    """
+def _files(model: str) -> dict[str, str]:
+    """The file of each of the verifier's tensors."""
     index = cached_file(model, INDEX, _raise_exceptions_for_missing_entries=False)
     if index is None:
         with safe_open(cached_file(model, SINGLE), "pt") as weights:
-            files = dict.fromkeys(weights.keys(), SINGLE)
-    else:
-        with open(index, encoding="utf-8") as stream:  # noqa: PTH123
-            files = json.load(stream)["weight_map"]
-    decoder = _only(model, EMBEDDINGS, files).removesuffix(EMBEDDINGS)
-    tied = not any(f".{name}".endswith(f".{HEAD}") for name in files)
-    if tied and any(".lm_head.weight_" in f".{name}" for name in files):
-        raise UserError(f"--model {model}: its lm_head is quantised; one in bfloat16 is needed")
+            return dict.fromkeys(weights.keys(), SINGLE)
+    with open(index, encoding="utf-8") as stream:  # noqa: PTH123
+        files: dict[str, str] = json.load(stream)["weight_map"]
+    return files
+
+
+def _places(model: str) -> dict[str, tuple[str, str]]:
+    """Name and file of norm and head, or of the embeddings in its place.
+
+    Under a wrapper the names have something before them; the norm stands beside the embeddings.
+    """
+    files = _files(model)
+    decoder = only(model, EMBEDDINGS, files).removesuffix(EMBEDDINGS)
+    of_head = [f".{n}" for n in files if ".lm_head." in f".{n}" and ".layers." not in n]
+    tied = not of_head
+    if of_head and not any(name.endswith(f".{HEAD}") for name in of_head):
+        raise UserError(f"--model {model}: its lm_head is quantised; {NEEDED}")
     names = {
         NORM: decoder + NORM,
-        HEAD: decoder + EMBEDDINGS if tied else _only(model, HEAD, files),
+        HEAD: decoder + EMBEDDINGS if tied else only(model, HEAD, files),
     }
     for name in names.values():
         if name not in files:
             raise UserError(f"--model {model}: no {name} among its weights")
+        with safe_open(cached_file(model, files[name]), "pt") as weights:
+            dtype = weights.get_slice(name).get_dtype()
+        if dtype not in PLAIN:
+            raise UserError(f"--model {model}: its {name} is quantised ({dtype}); {NEEDED}")
     return {kind: (name, files[name]) for kind, name in names.items()}
 
 
-def _only(model: str, suffix: str, names: Iterable[str]) -> str:
+def only(model: str, suffix: str, names: Iterable[str]) -> str:
     """The one tensor whose name ends so and that is no part of a decoder layer."""
     found = [n for n in names if f".{n}".endswith(f".{suffix}") and ".layers." not in n]
     if len(found) != 1:

@@ -99,6 +99,7 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
         "tokens_per_second": round(trained / seconds, 1),
         "waited_for_data": round(train_loader.waited / seconds, 4),
         "acceptance": acceptance.shares,
+        "following_acceptance": acceptance.following,
         "expected_acceptance_length": 1 + sum(acceptance.shares),
         "own_answers": acceptance.own,
     }

@@ -190,7 +190,7 @@ def weights(
     place = directory(model)
     if commit(place):
         return {}
-    files = _weight_files(place)
+    files = weight_files(place)
     found = {f.name: known[f.name] for f in files if f.name in known and known[f.name].is_of(f)}
     unread = [file for file in files if file.name not in found]
     stopped = threading.Event()
@@ -207,7 +207,7 @@ def weights(
     return found
 
 
-def _weight_files(place: Path) -> list[Path]:
+def weight_files(place: Path) -> list[Path]:
     """Those that the index names, where there is one: the same weights may lie there once more."""
     index = place / INDEX
     named = _read_json(index).get("weight_map", {}).values() if index.is_file() else ()

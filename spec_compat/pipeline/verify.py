@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, manifest, storage, verifier
+from spec_compat.pipeline import atomic, manifest, storage, targets, verifier
 from spec_compat.pipeline.config import ResolvedConfig
 from spec_compat.pipeline.display import size
 from spec_compat.pipeline.index import Entry, Index
@@ -30,10 +30,10 @@ from spec_compat.pipeline.rows import Prepared, bad_rows, fault
 MEDIAN, WORST, FP8_MEDIAN = 0.03, 0.2, 0.05
 # Rows between which those of a shard lie (prefill.WINDOW): so many shards at most.
 WINDOW = 4096
+EMBEDDINGS = "model.embed_tokens.weight"
+PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# What a vision wrapper puts before the names of its language model's weights.
-WRAPPED = "language_model."
-PACKED = ".weight_packed"
+WITHOUT = "--samples 0 checks without the verifier"
 # Beside the weights, transformers needs room for a row's states and logits.
 HEADROOM = 1.2
 
@@ -153,7 +153,7 @@ def _check_memory(config: ResolvedConfig) -> None:
     if needed > free:
         raise UserError(
             f"--model {config.model}: to recompute rows needs {size(needed)} of {where}, "
-            f"{size(free)} are free; --samples 0 checks without the verifier"
+            f"{size(free)} are free; {WITHOUT}"
         )
 
 
@@ -199,9 +199,7 @@ class Oracle:
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model: Any = (
-            _with_code(config) if verifier.brings_code(config.model) else _known(config.model)
-        ).to(self.device)
+        self.model: Any = _loaded(config).to(self.device)
         text = self.model.config.get_text_config()
         self.last = text.num_hidden_layers - 1
         self.has_experts = any(getattr(text, name, None) for name in EXPERTS)
@@ -222,6 +220,22 @@ class Oracle:
         return normed.cpu()
 
 
+def _loaded(config: ResolvedConfig) -> Any:
+    """The verifier. Raises UserError where transformers, or code of its own, does not load it."""
+    model = config.model
+    try:
+        return _with_code(config) if verifier.brings_code(model) else _known(model)
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk
+            raise
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"--model {model}: transformers cannot recompute its rows ({cause}); {WITHOUT}"
+        ) from error
+
+
 def _known(model: str) -> Any:
     """The verifier in transformers' own class, whole where that is a wrapper's."""
     from transformers import (
@@ -234,13 +248,7 @@ def _known(model: str) -> Any:
     auto: Any = AutoModelForCausalLM
     if type(AutoConfig.from_pretrained(model)) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         auto = AutoModelForImageTextToText
-    try:
-        return auto.from_pretrained(model, dtype="auto")
-    except ValueError as error:
-        raise UserError(
-            f"--model {model}: transformers cannot recompute its rows ({str(error).splitlines()[0]}"
-            "); --samples 0 checks without the verifier"
-        ) from None
+    return auto.from_pretrained(model, dtype="auto")
 
 
 def _with_code(config: ResolvedConfig) -> Any:
@@ -250,20 +258,28 @@ def _with_code(config: ResolvedConfig) -> Any:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    text = verifier.text_config(config.model, config.trust_remote_code)
+    model, trust = config.model, config.trust_remote_code
+    text = verifier.text_config(model, trust)
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     if known is None:
-        return AutoModelForCausalLM.from_pretrained(
-            config.model, dtype="auto", trust_remote_code=config.trust_remote_code
-        )
+        return AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=trust)
     weights: dict[str, Tensor] = {}
-    for file in sorted(Path(config.model).glob("*.safetensors")):
+    for file in verifier.weight_files(verifier.directory(model)):
         weights |= load_file(file)
-    if packed := next((name for name in weights if name.endswith(PACKED)), None):
+    # A wrapper puts something before the names of its language model's weights.
+    wrapper = targets.only(model, EMBEDDINGS, weights).removesuffix(EMBEDDINGS)
+    text_weights = {n.removeprefix(wrapper): w for n, w in weights.items() if n.startswith(wrapper)}
+    for name, weight in sorted(text_weights.items()):
+        if weight.dtype not in PLAIN:
+            raise UserError(
+                f"--model {model}: {wrapper}{name} is quantised, which transformers would not see; "
+                f"{WITHOUT}"
+            )
+    loaded, told = known.from_pretrained(
+        None, config=text, state_dict=text_weights, dtype="auto", output_loading_info=True
+    )
+    if missing := sorted(told["missing_keys"]):  # which transformers makes up, in silence
         raise UserError(
-            f"--model {config.model}: {packed} is quantised, which transformers would not see; "
-            "--samples 0 checks without the verifier"
+            f"--model {model}: transformers finds no {missing[0]} among its weights; {WITHOUT}"
         )
-    if wrapped := {name for name in weights if name.startswith(WRAPPED)}:
-        weights = {name.removeprefix(WRAPPED): weights[name] for name in wrapped}
-    return known.from_pretrained(None, config=text, state_dict=weights, dtype="auto")
+    return loaded

@@ -63,6 +63,8 @@ GROUPS = "vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups"
 PLANNED = "vllm.v1.core.kv_cache_planning:get_kv_cache_config_from_groups"
 HASHING = "vllm.utils.hashing:get_hash_fn_by_name"
 LLAMA = "vllm.model_executor.models.llama:LlamaModel"
+PRELOADED = "a worker on a CPU looks at LD_PRELOAD"
+refuses = fact("a worker on a CPU refuses to start without it")
 # Each release that a patch's docstring names: what is so from it on, and not before.
 CLAIMS: dict[tuple[str, str], Holds] = {
     ("extract/block-size", "0.18.0"): member(CACHE_CONFIG, "user_specified_block_size"),
@@ -80,6 +82,9 @@ CLAIMS: dict[tuple[str, str], Holds] = {
         "set_kv_cache_layout",
     ),
     ("extract/kv-cache-planning", "0.33.0"): lambda taken: PLANNED in taken["symbols"],
+    ("extract/model-runner", "0.22.0"): fact("the second model runner is some models' default"),
+    ("extract/preload", "0.18.0"): fact(PRELOADED),
+    ("extract/preload", "0.19.0"): lambda taken: fact(PRELOADED)(taken) and not refuses(taken),
     ("extract/reply-shape", "0.11.1"): fact("a single reply is no list"),
     ("extract/request", "0.17.0"): lacks("vllm.v1.request:Request", "eos_token_id"),
     ("extract/scheduler", "0.11.1"): has(SCHEDULER, r"\bblock_size[,)]"),
@@ -100,10 +105,7 @@ NAMED = {
     ("extract/executor", "0.32.0"),  # seen there, not with 0.16
     ("extract/hashing", "0.11.0"),
     ("extract/model-runner", "0.20.2"),
-    ("extract/model-runner", "0.22.0"),  # a default that vLLM computes from the model
-    ("extract/preload", "0.18.0"),
     ("extract/preload", "0.18.1"),
-    ("extract/preload", "0.19.0"),
     ("extract/single-reply", "0.11.0"),
     ("extract/warm-up", "0.26.0"),
     ("serve/eagle3-config", "0.17.0"),
@@ -157,6 +159,7 @@ def test_support_asks_for_what_the_wheels_ask_for() -> None:
         torch = re.sub(r"==|\+cpu", "", taken["requires"]["torch"])
         found = (taken["python"], torch, taken["requires"]["transformers"])
         assert (row["python"], row["torch"], row["transformers"]) == found, row["version"]
+        assert taken["torch_cuda"] == f"=={row['torch_cuda']}", row["version"]
     for row in support().speculators:
         taken = contract.snapshot("speculators", row["version"])
         for name, specifier in taken["requires"].items():
@@ -212,3 +215,23 @@ def test_serving_names_the_first_release_that_implements_eagle3_for_a_verifier()
         if release not in ("0.11.0", "0.22.0"):
             earlier = set(architectures) & set(contract.snapshot("vllm", before)["eagle3"])
             assert not earlier, (release, earlier)
+
+
+# Wrappers whose language model may be of several model types, by which releases before 0.22.0 go.
+UNDECIDED = {
+    "InternS1ProForConditionalGeneration", "LightOnOCRForConditionalGeneration",
+    "MistralLarge3ForCausalLM", "OpenCUAForConditionalGeneration",
+}  # fmt: skip
+DRAFTS_AND_BACKENDS = ("Eagle", "DFlash", "PEagle", "Peagle", "Transformers")
+
+
+def test_serving_knows_every_verifier_of_the_newest_release() -> None:
+    """A head for one that it does not know would be called unserved."""
+    named = {
+        name
+        for name in contract.snapshot("vllm", RELEASES[-1])["eagle3"]
+        if name.endswith(("ForCausalLM", "ForConditionalGeneration"))
+        and not name.startswith(DRAFTS_AND_BACKENDS)
+    }
+    known = {a for names in versions.table("serving.toml")["architectures"].values() for a in names}
+    assert named - known == UNDECIDED

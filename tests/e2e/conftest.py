@@ -67,7 +67,7 @@ def finished(
     cli: Command, given: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
     """The directory of a finished run, and what the command printed."""
-    output = tmp_path_factory.mktemp("runs") / "finished"
+    output = tmp_path_factory.mktemp("runs") / "a finished run"
     done = cli("run-pipeline", *given, "--output", str(output))
     assert done.returncode == 0, done.stderr + done.stdout
     return output, done.stdout

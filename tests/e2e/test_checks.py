@@ -41,6 +41,8 @@ def test_the_expected_length_is_that_of_the_held_out_rows(finished: Finished) ->
     counts = train_counts(run)
     assert len(counts["acceptance"]) == 3
     assert counts["acceptance"] == sorted(counts["acceptance"], reverse=True)
+    assert counts["following_acceptance"][0] == counts["acceptance"][0]
+    assert all(0 <= share <= 1 for share in counts["following_acceptance"])
     assert counts["expected_acceptance_length"] == pytest.approx(1 + sum(counts["acceptance"]))
     assert f"expected acceptance length: {counts['expected_acceptance_length']:.2f}" in printed
     # One batch holds what this run held out, so speculators' average is over the same positions

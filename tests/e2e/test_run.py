@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -195,7 +196,10 @@ def test_the_closing_table_says_what_the_metrics_say(finished: Finished) -> None
         assert train["validation"][f"full_acc_{step}"] == last[f"full_acc_{step}_epoch"]
         assert f"{last[f'loss_{step}_epoch']:.3f}" in printed
     assert "cover" in printed
-    assert f"vllm serve {run / 'head'}" in printed
+    for share in train["following_acceptance"]:
+        assert f"{share:.1%}" in printed
+    (line,) = (line for line in printed.splitlines() if "vllm serve" in line)
+    assert shlex.split(line) == ["vllm", "serve", str(run / "head")]
 
 
 def test_a_finished_run_is_not_done_again(cli: Command, finished: Finished) -> None:

@@ -71,6 +71,8 @@ def test_the_server_accepts_what_training_reported(
     done = cli("check-head", str(trained / "head"), "--serve", "--python", str(serving), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
+    for phase in ("without the head", "with the head"):  # minutes each, where no terminal shows it
+        assert phase in done.stderr
     served, expected = found["served"], found["expected"]
     counts = json.loads((trained / "manifest.json").read_text())["stages"]["train"]["counts"]
     assert expected == counts["acceptance"]

@@ -15,6 +15,7 @@ class KimiK25Config(PretrainedConfig):
     def __init__(
         self, text_config=None, vision_config=None, media_placeholder_token_id=163605, **fields
     ):
+        print("a word from the model's own code")
         self.text_config = DeepseekV3Config(**(text_config or {}))
         self.vision_config = KimiK25VisionConfig(**(vision_config or {}))
         self.media_placeholder_token_id = media_placeholder_token_id

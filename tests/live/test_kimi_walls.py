@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import spec_compat
+from spec_compat.errors import UserError
 from spec_compat.pipeline import targets, verify
 from tests import kimi
 from tests.conftest import Script
@@ -235,10 +237,64 @@ def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kimi.make(tmp_path_factory.mktemp("models") / "int4", int4=True)
 
 
-def test_packed_experts_are_not_recomputed(int4: Path) -> None:
-    config: Any = SimpleNamespace(model=str(int4), trust_remote_code=True)
-    with pytest.raises(spec_compat.errors.UserError, match=r"weight_packed is quantised.*--sam"):
-        verify.Oracle(config)
+def oracle(model: Path | str) -> verify.Oracle:
+    config: Any = SimpleNamespace(model=str(model), trust_remote_code=True)
+    return verify.Oracle(config)
+
+
+def with_weights(source: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy whose second shard was changed."""
+    shutil.copytree(source, target)
+    shard = target / "model-00002-of-00002.safetensors"
+    tensors = load_file(shard)
+    change(tensors)
+    save_file(tensors, shard, metadata={"format": "pt"})
+    return target
+
+
+def test_quantised_weights_are_not_recomputed(int4: Path, mini_kimi: Path, tmp_path: Path) -> None:
+    def in_eight_bits(tensors: dict[str, Any]) -> None:
+        name = "language_model.model.layers.7.self_attn.o_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    fp8 = with_weights(mini_kimi, tmp_path / "fp8", in_eight_bits)
+    for model, name in ((int4, "weight_packed"), (fp8, "7.self_attn.o_proj.weight")):
+        with pytest.raises(UserError, match=rf"{name} is quantised.*--samples 0 checks"):
+            oracle(model)
+
+
+def test_nothing_is_recomputed_with_weights_that_are_not_the_verifiers(
+    mini_kimi: Path, tmp_path: Path
+) -> None:
+    """transformers makes up what it does not find."""
+
+    def otherwise(tensors: dict[str, Any]) -> None:
+        tensors["language_model.closing.weight"] = tensors.pop("language_model.model.norm.weight")
+
+    renamed = with_weights(mini_kimi, tmp_path / "renamed", otherwise)
+    with pytest.raises(UserError, match=r"finds no model.norm.weight among its weights; --sampl"):
+        oracle(renamed)
+
+
+def test_a_verifier_of_the_hub_is_recomputed_with_its_weights(
+    mini_kimi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+    from transformers.utils import hub
+
+    commit = "0123456789" * 4
+    cached = tmp_path / "models--org--mini"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    (cached / "snapshots").mkdir()
+    (cached / "snapshots" / commit).symlink_to(mini_kimi)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "TRANSFORMERS_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr(hub, "_is_offline_mode", True, raising=False)
+    found, known = oracle("org/mini"), oracle(mini_kimi)
+    ids = torch.arange(300, 320)
+    assert all(map(torch.equal, found.states(ids, (2, 7)), known.states(ids, (2, 7))))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -258,13 +314,26 @@ def test_embeddings_norm_and_lm_head_are_found_under_the_wrapper(
     assert chosen.tolist() == logits.argmax(dim=-1).tolist()
 
 
+@pytest.mark.parametrize("kind", ["weight_packed", "qweight"])
 def test_a_quantised_lm_head_is_not_replaced_by_the_embeddings(
-    core: Any, mini_kimi: Path, tmp_path: Path
+    kind: str, core: Any, mini_kimi: Path, tmp_path: Path
 ) -> None:
     packed = shutil.copytree(mini_kimi, tmp_path / "packed")
     index = packed / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace("lm_head.weight", "lm_head.weight_packed"))
-    with pytest.raises(ValueError, match=r"language_model.lm_head.weight_packed is quantised"):
+    index.write_text(index.read_text().replace("lm_head.weight", f"lm_head.{kind}"))
+    with pytest.raises(ValueError, match=rf"language_model.lm_head.{kind} is quantised"):
         head(packed)
-    with pytest.raises(spec_compat.errors.UserError, match="its lm_head is quantised"):
+    with pytest.raises(UserError, match="its lm_head is quantised"):
         targets.refuse(str(packed), trust_remote_code=True)
+
+
+def test_an_lm_head_in_eight_bits_is_refused_before_anything_is_extracted(
+    mini_kimi: Path, tmp_path: Path
+) -> None:
+    def in_eight_bits(tensors: dict[str, Any]) -> None:
+        name = "language_model.lm_head.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    fp8 = with_weights(mini_kimi, tmp_path / "fp8", in_eight_bits)
+    with pytest.raises(UserError, match=r"lm_head.weight is quantised \(F8_E4M3\); one in bf"):
+        targets.refuse(str(fp8), trust_remote_code=True)

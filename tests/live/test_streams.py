@@ -123,6 +123,11 @@ def other_norm(decoder: Decoder) -> None:
     decoder.last = lambda stream: decoder.norm(stream.flip(-1))  # type: ignore[method-assign]
 
 
+def nearly(decoder: Decoder) -> None:
+    """Off by more than rounding, and by less than another layer's stream is."""
+    decoder.last = lambda stream: decoder.norm(stream + 0.1 * stream.flip(-1))  # type: ignore[method-assign]
+
+
 def elsewhere(decoder: Decoder) -> None:
     class PPMissingLayer(nn.Identity):
         pass
@@ -146,6 +151,7 @@ def without_layers(decoder: Decoder) -> None:
         (twice, {}, "Model runs layer 1 twice in a step: it has no one stream"),
         (other_between, {}, r"layer \d is given something else than layer \d returns"),
         (other_norm, {}, r"its layers' streams are not known, for none leads to what the model"),
+        (nearly, {}, r"its layers' streams are not known, for none leads to what the model"),
         (elsewhere, {}, "layer 1 of Model is on another pipeline stage: .* use tensor parallelism"),
         (without_norm, {}, "Model.model has no final norm; looked for norm, final_layernorm"),
         (

@@ -130,6 +130,21 @@ def test_targets_are_the_verifiers_own_logits(name: str, request: pytest.Fixture
     targets.check(head, choices, captured[0][0])
 
 
+def test_an_lm_head_that_vllm_will_not_take_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    """It ties what the config says is tied, and extraction proves its rows with that."""
+    from spec_compat.pipeline import targets
+
+    verifier = Path(shutil.copytree(tiny_llama, tmp_path / "verifier"))
+    config = json.loads((verifier / "config.json").read_text())
+    (verifier / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(UserError, match=r"ties .* and its weights have another lm_head.weight"):
+        targets.refuse(str(verifier), trust_remote_code=False)
+    weights = load_file(verifier / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, verifier / "model.safetensors")
+    targets.refuse(str(verifier), trust_remote_code=False)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_verifier_without_its_norm_is_an_error(
     sharded: bool, tiny_llama: Path, tmp_path: Path

@@ -1,4 +1,4 @@
-"""A row in torch's format can be read where torchvision has no VideoReader, as from 0.28 on."""
+"""A row in torch's format can be read where torchvision has no VideoReader, as from 0.26 on."""
 
 from contextlib import nullcontext
 

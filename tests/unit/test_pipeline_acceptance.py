@@ -11,7 +11,8 @@ from spec_compat.pipeline import serve, targets
 def counted(tokens: list[list[int]], right: list[int], **rows: list[int]) -> list[list[int]]:
     positions = torch.tensor(rows.get("positions", list(range(len(right)))))
     mask = torch.tensor(rows.get("mask", [1] * len(right))).bool()
-    return targets.chain(torch.tensor(tokens), torch.tensor(right), mask, positions).tolist()
+    found = targets.chain(torch.tensor(tokens), torch.tensor(right), mask, positions)
+    return found[[0, 2]].tolist()
 
 
 def test_a_chain_holds_as_long_as_every_token_of_it_is_right() -> None:
@@ -33,6 +34,13 @@ def test_a_draft_counts_within_one_turn_of_one_row() -> None:
     right = [5, 6, 7, 8, 9, 3]
     assert counted(tokens, right, mask=[1, 1, 1, 0, 1, 1]) == [[3, 1, 0], [3, 1, 0]]
     assert counted(tokens, right, positions=[1, 2, 3, 1, 2, 3]) == [[4, 2, 0], [4, 2, 0]]
+
+
+def test_a_turn_that_ends_is_left_out_of_what_follows_too() -> None:
+    """Both chains that reach a second step hold: 100 %, not the 100 % of 67 % that is 150 %."""
+    tokens, right = torch.tensor([[0, 6, 7, 0], [0, 7, 8, 0]]), torch.tensor([5, 6, 7, 8])
+    found = targets.chain(tokens, right, torch.ones(4).bool(), torch.arange(4))
+    assert found.tolist() == [[2, 2], [3, 2], [3, 2]]
 
 
 def test_own_tokens_are_those_that_the_verifier_would_have_said() -> None:

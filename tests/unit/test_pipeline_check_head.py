@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,7 @@ def test_t2d_and_d2t_are_of_one_size() -> None:
         ("DeepseekV3ForCausalLM", "0.17.1", False, ["ENABLE=serve teaches it to >=0.16,<0.18"]),
         ("MambaForCausalLM", "0.32.0", False, ["no vLLM is known"]),
         ("KimiVLForConditionalGeneration", "0.32.0", False, ["no vLLM is known to serve KimiVL"]),
+        ("MistralForCausalLM", "0.21.0", False, ["0.22.0 is the first that serves Mistral"]),
     ],
 )
 def test_the_release_that_can_serve_is_named(
@@ -196,6 +198,20 @@ def test_the_release_that_can_serve_is_named(
     found = check_head.serving_problems([architecture], Version(release), on_cpu)
     assert len(found) == len(said)
     assert all(part in line for part, line in zip(said, found, strict=True))
+
+
+def test_of_a_verifier_that_is_not_known_vllm_has_the_last_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be newer than what is known, or run by way of transformers."""
+    monkeypatch.delenv("SPEC_COMPAT_ENABLE", raising=False)
+    sure = partial(check_head.serving_problems, on_cpu=False, sure=True)
+    assert not sure(["TomorrowForCausalLM"], Version("0.40.0"))
+    assert len(sure(["MistralForCausalLM"], Version("0.21.0"))) == 1
+    assert len(sure(["KimiVLForConditionalGeneration"], Version("0.32.0"))) == 1
+    assert sure(["TomorrowForCausalLM"], Version("0.16.0"), on_cpu=True) == [
+        "this is vLLM 0.16.0; 0.22.1 is the first that serves EAGLE-3 on a CPU"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -289,4 +305,6 @@ def test_the_server_runs_the_verifiers_own_code_on_request(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     done = CliRunner().invoke(app, ["check-head", str(directory), "--serve", *flags])
     assert done.exit_code == 1
-    assert done.stderr == f"error: vLLM: ValueError: trusted: {asked}\n"
+    begun, failed = done.stderr.splitlines()
+    assert begun == "loading the verifier and decoding 4 prompts without the head"
+    assert failed == f"error: vLLM: ValueError: trusted: {asked}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import config, display, plan, processes, runner
+from spec_compat.pipeline import config, display, plan, processes, runner, stage
 from spec_compat.pipeline.display import Display
 from spec_compat.pipeline.layout import Layout, Stage
 from spec_compat.pipeline.manifest import Manifest
@@ -101,6 +102,21 @@ def test_a_crash_is_one_line_with_its_cause(
     line = str(runner._failure("train", failures, returncode, layout))
     assert line.startswith(f"train: {cause}")
     assert line.endswith(f"; the log is {tmp_path}/logs/train.log")
+
+
+@pytest.mark.parametrize(
+    ("error", "number", "said"),
+    [
+        ("died", None, "RuntimeError: died"),
+        ("died", signal.SIGTERM, "a worker process was killed by SIGTERM"),
+        ("see the trace for the root cause", signal.SIGTERM, "RuntimeError: see the trace for the"),
+        ("see the trace for the root cause", signal.SIGKILL, "a worker process was killed by SIGK"),
+    ],
+)
+def test_a_worker_that_vllm_ends_for_its_error_was_not_killed(
+    error: str, number: int | None, said: str
+) -> None:
+    assert stage._one_line(RuntimeError(error), number).startswith(said)
 
 
 def test_of_several_ranks_the_first_to_fail_is_the_cause(tmp_path: Path) -> None:

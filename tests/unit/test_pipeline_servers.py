@@ -130,6 +130,22 @@ def test_a_server_that_does_not_stop_is_said_so(monkeypatch: pytest.MonkeyPatch)
         room.make("extract")
 
 
+def test_a_command_that_does_not_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that asks for a password."""
+    monkeypatch.setattr(gpus, "STOP_SECONDS", SOON)
+    back = tmp_path / "back"
+    asked = {"stop_server_cmd": "exec sleep 60", "restart_server_cmd": f"touch {back}"}
+    with (
+        answering(says("200 OK", MODELS)) as url,
+        pytest.raises(UserError, match="--stop-server-cmd: it has not ended after 1 seconds"),
+        Room(config(server_url=url, **asked), print) as room,
+    ):
+        room.make("extract")
+    assert back.exists()
+
+
 def test_what_a_command_says_may_be_anything(tmp_path: Path) -> None:
     """Bytes that are no text, and a process that keeps its output open."""
     command = r"printf 'caf\351\n' >&2; sleep 30 & exit 4"

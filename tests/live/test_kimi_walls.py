@@ -103,6 +103,36 @@ def test_masks_need_no_offsets(
     assert len(build(rows, tokenizer, num_proc=None)) == 4
 
 
+def test_the_dataset_is_read_as_the_hub_has_it(
+    mini_kimi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name, out of Parquet; a directory of that name is taken for the repository."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    from spec_compat.pipeline import plan, prepare
+
+    talks = kimi.write_conversations(tmp_path / "talks.jsonl", 6)
+    written = [json.loads(line) for line in talks.read_text("utf-8").splitlines()]
+    repository = tmp_path / "mlabonne" / "open-perfectblend" / "data"
+    repository.mkdir(parents=True)
+    parquet.write_table(pa.Table.from_pylist(written), repository / "train-0-of-1.parquet")
+    monkeypatch.chdir(tmp_path)
+    (dataset,) = plan.name_datasets(("open-perfectblend",))
+    rows, tokenizer = prepare.load_and_preprocess_dataset(
+        target_model_path=str(mini_kimi), train_data_path=dataset.source, seq_length=512,
+        build_dataset_num_proc=None, seed=0, token_freq_path=str(tmp_path / "token_freq.pt"),
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    said = {
+        "".join(f"{turn['value']}<|im_end|>" for turn in row["conversations"]
+                if turn["from"] == "gpt")
+        for row in written
+    }  # fmt: skip
+    trained = [row["input_ids"][row["loss_mask"] == 1] for row in rows]
+    assert {tokenizer.decode(ids, spaces_between_special_tokens=False) for ids in trained} == said
+
+
 def test_a_turn_with_reasoning_is_not_in_the_pattern(tokenizer: Any) -> None:
     """It has the empty block of the turns without; a mask that is rendered has the reasoning."""
     from datasets import Dataset

@@ -358,7 +358,7 @@ def test_a_quantised_lm_head_is_not_replaced_by_the_embeddings(
 
 
 def test_an_lm_head_in_eight_bits_is_refused_before_anything_is_extracted(
-    mini_kimi: Path, tmp_path: Path
+    core: Any, mini_kimi: Path, tmp_path: Path
 ) -> None:
     def in_eight_bits(tensors: dict[str, Any]) -> None:
         name = "language_model.lm_head.weight"
@@ -367,3 +367,5 @@ def test_an_lm_head_in_eight_bits_is_refused_before_anything_is_extracted(
     fp8 = with_weights(mini_kimi, tmp_path / "fp8", in_eight_bits)
     with pytest.raises(UserError, match=r"lm_head.weight is quantised \(F8_E4M3\); one in bf"):
         targets.refuse(str(fp8), trust_remote_code=True)
+    with pytest.raises(ValueError, match=r"lm_head.weight is torch.float8_e4m3fn, which needs a"):
+        head(fp8)

@@ -135,6 +135,30 @@ def test_the_heads_geometry_is_in_the_plan(tmp_path: Path) -> None:
     assert asked.draft_intermediate_size == 96
 
 
+def test_what_is_trained_of_the_head_is_in_the_plan(tmp_path: Path) -> None:
+    """Of Kimi-K2.5 what docs/kimi.md has: the widths of its config.json, and the defaults."""
+    widths = {"hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 64,
+              "num_key_value_heads": 64, "v_head_dim": 128, "num_hidden_layers": 61}  # fmt: skip
+    data = str(make_data(tmp_path / "data.jsonl"))
+    given = {"data": [data], "output": tmp_path / "run"}
+    whole = make_verifier(tmp_path / "whole", text_config={**TEXT_CONFIG, **widths})
+    found = plans.make(RunConfig.model_validate({**given, "model": str(whole)}))
+    fc, attention, mlp = 3 * 7168**2, 8192 * 7168 * 7, 3 * 7168 * 18432
+    assert found.trained_parameters == fc + attention + mlp + 32_000 * 7168 + 4 * 7168
+    silent = make_verifier(tmp_path / "silent")
+    assert (
+        plans.make(RunConfig.model_validate({**given, "model": str(silent)})).trained_parameters
+        == 0
+    )
+
+
+@pytest.mark.parametrize("width", [None, "64", [64]])
+def test_a_width_that_is_no_number_is_one_line(width: Any, tmp_path: Path) -> None:
+    model = make_verifier(tmp_path, **PLAIN, model_type="llama", hidden_size=width)
+    with pytest.raises(UserError, match=r"hidden_size is .*, not a number"):
+        verifier.read(str(model))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

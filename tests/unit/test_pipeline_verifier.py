@@ -37,6 +37,22 @@ def test_latent_attention_gives_the_head_its_value_width(tmp_path: Path) -> None
     assert verifier.read(str(made)).head.head_dim == 64 // 8
 
 
+@pytest.mark.parametrize(
+    ("scaling", "tokens"),
+    [
+        ({"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 128}, 8192),
+        ({"rope_type": "linear", "factor": 2.0}, 1024),
+        ({"rope_type": "llama3", "factor": 8.0}, 512),
+        ({"rope_type": "default"}, 512),
+    ],
+)
+def test_the_context_is_what_vllm_makes_of_the_scaling(
+    scaling: dict[str, Any], tokens: int, tmp_path: Path
+) -> None:
+    """In Kimi's config.json max_position_embeddings is the scaled one."""
+    assert verifier.read(str(make_verifier(tmp_path, rope_scaling=scaling))).max_length == tokens
+
+
 def test_other_attention_gives_the_head_its_own(tmp_path: Path) -> None:
     assert verifier.read(str(make_verifier(tmp_path, **PLAIN))).head == HeadGeometry(4, 2, 16, 128)
     wide = make_verifier(tmp_path / "wide", **PLAIN, head_dim=32)

@@ -57,7 +57,10 @@ def test_own_tokens_are_those_that_the_verifier_would_have_said() -> None:
 
 
 def results(answers: list[list[int]], **drafted: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    plain = {"tokens": [[1, 2, 3]], "logprobs": [[{"1": -0.1}, {"2": -0.7, "9": -0.8}, {"3": 0.0}]]}
+    plain = {
+        "tokens": [[1, 2, 3]],
+        "logprobs": [[{"1": -0.1}, {"2": -0.7, "9": -0.8, "8": -1.9}, {"3": 0.0}]],
+    }
     counters = {"num_drafts": 4, "num_accepted_tokens": 3, "num_accepted_tokens_per_pos": [2, 1]}
     return plain, {"tokens": answers, **counters, **drafted}
 
@@ -73,6 +76,7 @@ def test_acceptance_is_per_draft() -> None:
     ("answer", "near_ties", "different"),
     [
         ([1, 9, 4], 1, 0),  # as likely as the verifier's own
+        ([1, 8, 3], 0, 1),
         ([1, 4, 3], 0, 1),  # not among the likely ones
         ([1, 2], 0, 1),
     ],

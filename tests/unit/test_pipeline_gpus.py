@@ -62,6 +62,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path:
     with pytest.raises(UserError, match=r"weights take 10.7 GB of each GPU, --gpu-.* allows 8.6"):
         gpus.check(config(tmp_path), room)
     gpus.check(config(tmp_path, tensor_parallel_size=2), room * 2)
+    gpus.check(config(tmp_path), [Gpu(20 * GIB, 20 * GIB), *room])  # vLLM takes the first
     gpus.check(config(tmp_path), [])
 
 

@@ -130,6 +130,18 @@ def test_targets_are_the_verifiers_own_logits(name: str, request: pytest.Fixture
     targets.check(head, choices, captured[0][0])
 
 
+def test_the_verifiers_norm_is_precise_and_gives_the_dtype_that_it_is_given(
+    draft_head: Any, tiny_llama: Path
+) -> None:
+    """Sharded, the lm_head after it is in bfloat16, and the norm stays as it is."""
+    from spec_compat.patches.train.verifier_norm import final_norm
+    from speculators.models.eagle3 import core
+
+    norm = final_norm(core, str(tiny_llama))
+    normed = norm(torch.randn(3, len(norm.weight)).bfloat16())
+    assert (norm.weight.dtype, normed.dtype) == (torch.float32, torch.bfloat16)
+
+
 def test_an_lm_head_that_vllm_will_not_take_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     """It ties what the config says is tied, and extraction proves its rows with that."""
     from spec_compat.pipeline import targets

@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import config, display, plan, processes, runner, stage
+from spec_compat.pipeline import atomic, config, display, plan, processes, runner, stage
 from spec_compat.pipeline.display import Display
+from spec_compat.pipeline.index import Index
 from spec_compat.pipeline.layout import Layout, Stage
 from spec_compat.pipeline.manifest import Manifest
 from tests.unit.pipeline_inputs import make_data, make_verifier
@@ -231,6 +232,25 @@ def test_rows_of_the_same_tokens_are_kept_but_for_what_is_altered(
     done = made("prepare", seed=1)
     assert done.stages["extract"].counts["found"] == ["more"]
     assert (rows / "made").read_text() == "extract"
+
+
+def test_a_copy_of_a_run_is_read_once(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Terabytes, on a disk whose times are others."""
+    run = tmp_path / "run"
+    row = run / "gen" / "d" / "data_0.pt"
+    row.write_text("states")
+    index = Index(row.parent)
+    index.add(row.name, atomic.sha256(row), {0: 3})
+    for file in run.rglob("*"):
+        os.utime(file, (1, 1))
+    made()
+    read, sha256 = list[Path](), atomic.sha256
+    monkeypatch.setattr(atomic, "sha256", lambda file, *more: read.append(file) or sha256(file))
+    done = made()
+    assert all(record.finished for record in done.stages.values())
+    assert not [file for file in read if run in file.parents]
 
 
 def test_what_a_killed_run_has_left_in_memory_is_given_back(made: Made, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from spec_compat.pipeline.plan import Plan
 from spec_compat.pipeline.verifier import Weights
 from spec_compat.support import support
 
+# A parameter, its gradient and Adam's two moments, in float32.
+TRAINED_BYTES = 16
 PUBLIC_STAGES = tuple(stage for stage in STAGES if stage != "export")
 
 
@@ -114,6 +116,12 @@ def _print_plan(console: Console, plan: Plan, stages: tuple[Stage, ...]) -> None
             "",
             f"{options.draft_heads} heads of {options.draft_head_dim}, {options.draft_kv_heads} of "
             f"keys and values, MLP of {options.draft_intermediate_size}",
+        )
+    if trained := plan.trained_parameters:
+        line(
+            "",
+            f"{trained:,} parameters are trained: with gradients and Adam "
+            f"{size(trained * TRAINED_BYTES)}, before they are sharded",
         )
     line("training", f"{options.epochs} epochs, {options.ttt_steps} TTT steps, lr {options.lr:g}")
     line("output", options.output)

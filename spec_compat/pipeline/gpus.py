@@ -164,8 +164,9 @@ def served(url: str) -> list[str]:
     One that wants a key, or is too busy to answer, does not name its models.
     """
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    root = url.rstrip("/").removesuffix("/v1")  # as clients of OpenAI's interface are given it
     try:
-        with direct.open(f"{url.rstrip('/')}/v1/models", timeout=ANSWER_SECONDS) as answer:
+        with direct.open(f"{root}/v1/models", timeout=ANSWER_SECONDS) as answer:
             content: dict[str, Any] = json.loads(_body(answer))
         return [str(model["id"]) for model in content["data"]]
     except HTTPError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,13 +11,15 @@ from itertools import pairwise
 from pathlib import Path
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import conversations, verifier, zstd
+from spec_compat.pipeline import check_head, conversations, verifier, zstd
 from spec_compat.pipeline.config import DRAFT_VOCAB_SIZE, SEQ_LENGTH, ResolvedConfig, RunConfig
 from spec_compat.pipeline.conversations import FileCheck
 from spec_compat.pipeline.layout import expanded
 from spec_compat.pipeline.verifier import HeadGeometry, Progress, Verifier, Weights
 
 NAME_BYTES = 100
+# Of a head's tensors those that training leaves alone.
+FROZEN = ("embed_tokens.weight", "d2t", "t2d")
 PRESETS = ("sharegpt", "ultrachat", "open-perfectblend")
 
 
@@ -58,6 +61,30 @@ class Plan:
         if self.config.storage_dtype == "fp8":
             return layers * (hidden + 4)  # a scale in float32
         return layers * hidden * 2
+
+    @property
+    def trained_parameters(self) -> int:
+        """Of the head; 0 where the verifier's config.json does not tell its widths."""
+        config, hidden = self.config, self.verifier.hidden_size
+        layer = {
+            "vocab_size": self.verifier.vocab_size,
+            "hidden_size": hidden,
+            "intermediate_size": config.draft_intermediate_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.draft_heads,
+            "num_key_value_heads": config.draft_kv_heads,
+            "head_dim": config.draft_head_dim,
+        }
+        if not all(layer.values()):
+            return 0
+        shapes = check_head.expected_shapes(
+            {
+                "transformer_layer_config": layer,
+                "draft_vocab_size": config.draft_vocab_size,
+                "eagle_aux_hidden_state_layer_ids": config.layer_ids[:-1],
+            }
+        )
+        return sum(math.prod(shape) for name, shape in shapes.items() if name not in FROZEN)
 
     @property
     def sources(self) -> dict[str, str]:

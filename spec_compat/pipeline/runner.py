@@ -235,7 +235,12 @@ def _process(
             stdin=subprocess.PIPE,  # its end tells the stage that the runner is gone
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(os.environ, str(reports), plan.config.tensor_parallel_size),
+            env=_environment(
+                # vLLM leaves its sockets where it had them.
+                {"VLLM_RPC_BASE_PATH": str(events.path.parent), **os.environ},
+                str(reports),
+                plan.config.tensor_parallel_size,
+            ),
             start_new_session=True,
             pass_fds=(lock,),  # no other run begins before the last process of this one is gone
         )

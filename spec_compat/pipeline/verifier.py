@@ -35,6 +35,8 @@ CODE_FILES = (
 )
 # Where a wrapper's config has the language model's, beside those of the images and sounds.
 NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
+# What no verifier can be without.
+WIDTHS = ("num_hidden_layers", "hidden_size", "vocab_size")
 # What names the class of a tokenizer or a processor.
 CLASSES = ("tokenizer_class", "image_processor_type", "feature_extractor_type", "processor_class")
 # vLLM's attention on GPUs takes heads whose size is a multiple of the first, up to the second.
@@ -110,8 +112,9 @@ def read(model: str, trust_remote_code: bool = False) -> Verifier:
     if expanded(model).is_dir():
         _check_files(directory, trust_remote_code)
     text = language(config)
-    missing = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if key not in text]
-    if missing:
+    if wrong := [key for key in WIDTHS if key in text and not isinstance(text[key], int)]:
+        raise UserError(f"--model {model}: {wrong[0]} is {text[wrong[0]]!r}, not a number")
+    if not all(key in text for key in WIDTHS):
         text = _complete(model, trust_remote_code)
     _check_rope(model, text, trust_remote_code)
     return Verifier(
@@ -372,10 +375,7 @@ def _has_chat_template(directory: Path) -> bool:
 def _complete(model: str, trust_remote_code: bool) -> Mapping[str, Any]:
     """The config as transformers reads it, for a config.json that relies on a class's defaults."""
     text = text_config(model, trust_remote_code)
-    missing = [
-        k for k in ("num_hidden_layers", "hidden_size", "vocab_size") if not hasattr(text, k)
-    ]
-    if missing:
+    if missing := [key for key in WIDTHS if not hasattr(text, key)]:
         raise UserError(f"--model {model}: its config has no {missing[0]}")
     values: dict[str, Any] = text.to_dict()
     values.update({key: getattr(text, key) for key in ("num_hidden_layers", "hidden_size")})

@@ -103,6 +103,36 @@ def test_masks_need_no_offsets(
     assert len(build(rows, tokenizer, num_proc=None)) == 4
 
 
+def test_the_dataset_is_read_as_the_hub_has_it(
+    mini_kimi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name, out of Parquet; a directory of that name is taken for the repository."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    from spec_compat.pipeline import plan, prepare
+
+    talks = kimi.write_conversations(tmp_path / "talks.jsonl", 6)
+    written = [json.loads(line) for line in talks.read_text("utf-8").splitlines()]
+    repository = tmp_path / "mlabonne" / "open-perfectblend" / "data"
+    repository.mkdir(parents=True)
+    parquet.write_table(pa.Table.from_pylist(written), repository / "train-0-of-1.parquet")
+    monkeypatch.chdir(tmp_path)
+    (dataset,) = plan.name_datasets(("open-perfectblend",))
+    rows, tokenizer = prepare.load_and_preprocess_dataset(
+        target_model_path=str(mini_kimi), train_data_path=dataset.source, seq_length=512,
+        build_dataset_num_proc=None, seed=0, token_freq_path=str(tmp_path / "token_freq.pt"),
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    said = {
+        "".join(f"{turn['value']}<|im_end|>" for turn in row["conversations"]
+                if turn["from"] == "gpt")
+        for row in written
+    }  # fmt: skip
+    trained = [row["input_ids"][row["loss_mask"] == 1] for row in rows]
+    assert {tokenizer.decode(ids, spaces_between_special_tokens=False) for ids in trained} == said
+
+
 def test_a_turn_with_reasoning_is_not_in_the_pattern(tokenizer: Any) -> None:
     """It has the empty block of the turns without; a mask that is rendered has the reasoning."""
     from datasets import Dataset
@@ -328,7 +358,7 @@ def test_a_quantised_lm_head_is_not_replaced_by_the_embeddings(
 
 
 def test_an_lm_head_in_eight_bits_is_refused_before_anything_is_extracted(
-    mini_kimi: Path, tmp_path: Path
+    core: Any, mini_kimi: Path, tmp_path: Path
 ) -> None:
     def in_eight_bits(tensors: dict[str, Any]) -> None:
         name = "language_model.lm_head.weight"
@@ -337,3 +367,5 @@ def test_an_lm_head_in_eight_bits_is_refused_before_anything_is_extracted(
     fp8 = with_weights(mini_kimi, tmp_path / "fp8", in_eight_bits)
     with pytest.raises(UserError, match=r"lm_head.weight is quantised \(F8_E4M3\); one in bf"):
         targets.refuse(str(fp8), trust_remote_code=True)
+    with pytest.raises(ValueError, match=r"lm_head.weight is torch.float8_e4m3fn, which needs a"):
+        head(fp8)

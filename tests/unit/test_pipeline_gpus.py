@@ -49,7 +49,8 @@ def config(model: Path | str = "./m", **options: Any) -> ResolvedConfig:
 
 
 def test_a_server_tells_its_models(server: str) -> None:
-    assert gpus.served(server) == gpus.served(f"{server}/") == ["org/m"]
+    for end in ("", "/", "/v1", "/v1/"):
+        assert gpus.served(f"{server}{end}") == ["org/m"]
     assert gpus.served(NOBODY) == []
     assert gpus.served("nonsense") == []
 

@@ -140,6 +140,8 @@ import json, os, stat
 links = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
 print(json.dumps({"lock": any(n.endswith("/.lock") for n in links)}), flush=True)
 print(json.dumps({"pipe": stat.S_ISFIFO(os.fstat(0).st_mode)}), flush=True)
+open(os.path.join(os.environ["VLLM_RPC_BASE_PATH"], "socket"), "x").close()
+open("sockets", "w").write(os.environ["VLLM_RPC_BASE_PATH"])
 os._exit(3)
 """
 
@@ -147,7 +149,8 @@ os._exit(3)
 def test_a_stage_holds_the_lock_and_hears_when_its_runner_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So no second run begins beside an orphan, and no orphan stays."""
+    """So no second run begins beside an orphan, and no orphan stays, nor a socket of vLLM."""
+    monkeypatch.chdir(tmp_path)
     given = {
         "model": str(make_verifier(tmp_path / "model")),
         "data": [str(make_data(tmp_path / "d.jsonl"))],
@@ -159,6 +162,7 @@ def test_a_stage_holds_the_lock_and_hears_when_its_runner_is_gone(
     log = Layout(tmp_path / "run").log("prepare").read_text()
     assert '{"lock": true}' in log
     assert '{"pipe": true}' in log
+    assert not Path(Path("sockets").read_text()).exists()
 
 
 # Says what it found, keeps it, and makes one file.

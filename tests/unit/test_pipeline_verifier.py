@@ -37,6 +37,22 @@ def test_latent_attention_gives_the_head_its_value_width(tmp_path: Path) -> None
     assert verifier.read(str(made)).head.head_dim == 64 // 8
 
 
+@pytest.mark.parametrize(
+    ("scaling", "tokens"),
+    [
+        ({"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 128}, 8192),
+        ({"rope_type": "linear", "factor": 2.0}, 1024),
+        ({"rope_type": "llama3", "factor": 8.0}, 512),
+        ({"rope_type": "default"}, 512),
+    ],
+)
+def test_the_context_is_what_vllm_makes_of_the_scaling(
+    scaling: dict[str, Any], tokens: int, tmp_path: Path
+) -> None:
+    """In Kimi's config.json max_position_embeddings is the scaled one."""
+    assert verifier.read(str(make_verifier(tmp_path, rope_scaling=scaling))).max_length == tokens
+
+
 def test_other_attention_gives_the_head_its_own(tmp_path: Path) -> None:
     assert verifier.read(str(make_verifier(tmp_path, **PLAIN))).head == HeadGeometry(4, 2, 16, 128)
     wide = make_verifier(tmp_path / "wide", **PLAIN, head_dim=32)
@@ -133,6 +149,30 @@ def test_the_heads_geometry_is_in_the_plan(tmp_path: Path) -> None:
     asked = plan(tmp_path, draft_heads=6, draft_head_dim=32, draft_intermediate_size=96).config
     assert (asked.draft_heads, asked.draft_kv_heads, asked.draft_head_dim) == (6, 6, 32)
     assert asked.draft_intermediate_size == 96
+
+
+def test_what_is_trained_of_the_head_is_in_the_plan(tmp_path: Path) -> None:
+    """Of Kimi-K2.5 what docs/kimi.md has: the widths of its config.json, and the defaults."""
+    widths = {"hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 64,
+              "num_key_value_heads": 64, "v_head_dim": 128, "num_hidden_layers": 61}  # fmt: skip
+    data = str(make_data(tmp_path / "data.jsonl"))
+    given = {"data": [data], "output": tmp_path / "run"}
+    whole = make_verifier(tmp_path / "whole", text_config={**TEXT_CONFIG, **widths})
+    found = plans.make(RunConfig.model_validate({**given, "model": str(whole)}))
+    fc, attention, mlp = 3 * 7168**2, 8192 * 7168 * 7, 3 * 7168 * 18432
+    assert found.trained_parameters == fc + attention + mlp + 32_000 * 7168 + 4 * 7168
+    silent = make_verifier(tmp_path / "silent")
+    assert (
+        plans.make(RunConfig.model_validate({**given, "model": str(silent)})).trained_parameters
+        == 0
+    )
+
+
+@pytest.mark.parametrize("width", [None, "64", [64]])
+def test_a_width_that_is_no_number_is_one_line(width: Any, tmp_path: Path) -> None:
+    model = make_verifier(tmp_path, **PLAIN, model_type="llama", hidden_size=width)
+    with pytest.raises(UserError, match=r"hidden_size is .*, not a number"):
+        verifier.read(str(model))
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,9 @@ class Channel:
 
 @contextmanager
 def channel() -> Iterator[Channel]:
-    """A named pipe in a private directory."""
-    with tempfile.TemporaryDirectory(prefix="spec-compat-") as directory:
+    """A named pipe in a private directory, which is removed with all that is in it."""
+    # A short name: the path of a socket, which vLLM has there, is 107 bytes at most.
+    with tempfile.TemporaryDirectory(prefix="sc-", ignore_cleanup_errors=True) as directory:
         path = Path(directory, "events")
         os.mkfifo(path, 0o600)
         # Opened for both, so that it neither blocks now nor ends when a stage closes its end.

@@ -58,6 +58,9 @@ class Index:
                 self._take(name, entry)
         self._stream: BinaryIO | None = None
         self._lock = Lock()
+        # Whether files had another time and the same content: `close` keeps it, and they are not
+        # read again.
+        self.copied = False
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -152,6 +155,9 @@ class Index:
             return ""
         if atomic.sha256(self.directory / name) != known.sha256:
             return "its checksum is not the one recorded"
+        if there.mtime_ns != known.mtime_ns:
+            self._entries[name] = known._replace(mtime_ns=there.mtime_ns)
+            self.copied = True
         return ""
 
 

@@ -193,8 +193,14 @@ def _reads(stage: Stage, source: str) -> bool:
     return stage in ("extract", "train") if source == "model" else stage == "prepare"
 
 
-def fault(manifest: Manifest, plan: Plan, layout: Layout, stage: Stage) -> str | None:
-    """Why the stage must be done: empty when it never was, None when it need not be."""
+def fault(
+    manifest: Manifest, plan: Plan, layout: Layout, stage: Stage, locked: bool = False
+) -> str | None:
+    """Why the stage must be done: empty when it never was, None when it need not be.
+
+    Files with other times than those recorded, as in a copy of the run, are read. What is `locked`
+    by the caller keeps the new ones: the rows' index on the disk, `manifest` in memory.
+    """
     record = manifest.stages.get(stage)
     if record is None:
         return ""
@@ -209,7 +215,7 @@ def fault(manifest: Manifest, plan: Plan, layout: Layout, stage: Stage) -> str |
     for name, reason in _altered(record, layout):
         return f"{name} {reason}"
     if stage == "extract":
-        return _altered_rows(plan, layout, record)
+        return _altered_rows(plan, layout, record, locked)
     return None
 
 
@@ -240,11 +246,16 @@ def _altered(record: StageRecord, layout: Layout) -> Iterator[tuple[str, str]]:
         stamp = atomic.Stamp.of(layout.root / name)
         if stamp is None:
             yield name, "is missing"
-        elif stamp != record.stamps.get(name) and atomic.sha256(layout.root / name) != digest:
-            yield name, "has been altered"
+        elif stamp != record.stamps.get(name):
+            if atomic.sha256(layout.root / name) != digest:
+                yield name, "has been altered"
+            else:
+                record.stamps[name] = stamp
 
 
-def _altered_rows(plan: Plan, layout: Layout, record: StageRecord) -> str | None:
+def _altered_rows(
+    plan: Plan, layout: Layout, record: StageRecord, locked: bool = False
+) -> str | None:
     there, rows = 0, record.counts["rows"]
     for dataset in plan.datasets:
         index = Index(layout.rows(dataset.name))
@@ -253,6 +264,8 @@ def _altered_rows(plan: Plan, layout: Layout, record: StageRecord) -> str | None
             return f"{shards} is not of this run"
         for name, reason in index.check().items():
             return f"{layout.relative(index.directory / name)}: {reason}"
+        if index.copied and locked:
+            index.close()
         there += len(index)
     return None if there >= rows else f"{there} of {rows} rows are in the index"
 

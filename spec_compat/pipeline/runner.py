@@ -88,7 +88,7 @@ def _run(plan: Plan, display: Display, first: Stage | None, last: Stage | None) 
     with manifests.locked(layout) as lock, room:
         if left := processes.give_back(layout.shared):
             Shown(display).note(f"gave back {size(left)} of memory that a killed run had left")
-        earlier = _earlier(plan, layout, stages, first)
+        earlier = _earlier(plan, layout, stages, first, locked=True)
         manifest = earlier or manifests.begin(plan)
         manifest.options = plan.config.model_dump(mode="json")
         manifest.sources, manifest.weights = plan.sources, plan.weights
@@ -109,14 +109,18 @@ def _read_weights(plan: Plan, display: Display) -> None:
 
 
 def _earlier(
-    plan: Plan, layout: Layout, stages: tuple[Stage, ...], first: Stage | None
+    plan: Plan,
+    layout: Layout,
+    stages: tuple[Stage, ...],
+    first: Stage | None,
+    locked: bool = False,
 ) -> Manifest | None:
     """The run that the directory holds. Raises UserError unless this plan can go on with it."""
     earlier = manifests.find(layout.root)
     if earlier is not None:
         manifests.refuse_another_run(earlier, plan, first)
     for stage in STAGES[: STAGES.index(stages[0])]:
-        reason = "" if earlier is None else manifests.fault(earlier, plan, layout, stage)
+        reason = "" if earlier is None else manifests.fault(earlier, plan, layout, stage, locked)
         if reason is not None:
             because = f", or not so: {reason}" if reason else ""
             raise UserError(f"--output {layout.root}: {stage} has not been done yet{because}")
@@ -132,8 +136,11 @@ def _run_stage(
     room: Room,
     lock: int,
 ) -> None:
-    reason = manifests.fault(manifest, plan, layout, stage)
+    earlier = manifest.model_copy(deep=True)
+    reason = manifests.fault(manifest, plan, layout, stage, locked=True)
     if reason is None:
+        if manifest != earlier:
+            _save(manifest, plan, layout, display)
         display.skipped(stage)
         return
     if reason:
@@ -228,7 +235,12 @@ def _process(
             stdin=subprocess.PIPE,  # its end tells the stage that the runner is gone
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(os.environ, str(reports), plan.config.tensor_parallel_size),
+            env=_environment(
+                # vLLM leaves its sockets where it had them.
+                {"VLLM_RPC_BASE_PATH": str(events.path.parent), **os.environ},
+                str(reports),
+                plan.config.tensor_parallel_size,
+            ),
             start_new_session=True,
             pass_fds=(lock,),  # no other run begins before the last process of this one is gone
         )

@@ -202,13 +202,18 @@ def decode(python: Path, request: dict[str, Any], directory: Path | None) -> dic
     """Run decode.py in another interpreter, with the head of a directory or without any."""
     request = {**request, "head": directory and str(directory.resolve())}
     # In a directory of its own: the interpreter puts the script's among those that it imports from.
-    with tempfile.TemporaryDirectory(prefix="spec-compat-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="sc-", ignore_cleanup_errors=True) as temporary:
         script = shutil.copy(DECODE, temporary)
         source, target = Path(temporary, "request.json"), Path(temporary, "result.json")
         source.write_text(json.dumps(request))
         done = subprocess.run(
             [python, script, source, target],
-            env={**os.environ, "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env={
+                "VLLM_RPC_BASE_PATH": temporary,  # vLLM leaves its sockets where it had them
+                **os.environ,
+                "VLLM_NO_USAGE_STATS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+            },
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

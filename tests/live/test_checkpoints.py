@@ -105,6 +105,13 @@ def test_an_epoch_with_a_file_that_is_spoilt_is_trained_again(
     assert {path.name for path in saved.iterdir()} == {"0"}
 
 
+@pytest.mark.parametrize("lines", [0, 1])
+def test_checksums_that_lack_a_file_are_none(lines: int, saved: Path) -> None:
+    file = saved / "2" / whole_checkpoints.SUMS
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:lines]))
+    assert checkpoints.drop_unfinished(saved, 4) == 2
+
+
 def test_what_was_logged_of_epochs_that_are_trained_again_goes(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     kept = [{"epoch": 0, "step": 0}, {"epoch": 0, "step": 1}]

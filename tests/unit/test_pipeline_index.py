@@ -110,6 +110,23 @@ def test_a_copy_is_read_and_believed(written: Path) -> None:
     assert not Index(written).check()
 
 
+def test_a_copy_is_read_once(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.utime(written / "f1")
+    index = Index(written)
+    assert not index.check()
+    assert index.copied
+    index.close()
+
+    def read(file: Path) -> str:
+        raise AssertionError(f"{file} is read again")
+
+    monkeypatch.setattr(atomic, "sha256", read)
+    again = Index(written)
+    assert not again.check()
+    assert not again.copied
+    assert again.digest() == index.digest()
+
+
 def test_an_altered_byte_under_the_old_time_needs_a_thorough_check(written: Path) -> None:
     file = written / "f2"
     time = file.stat().st_mtime_ns

@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import config, display, plan, processes, runner, stage
+from spec_compat.pipeline import atomic, config, display, plan, processes, runner, stage
 from spec_compat.pipeline.display import Display
+from spec_compat.pipeline.index import Index
 from spec_compat.pipeline.layout import Layout, Stage
 from spec_compat.pipeline.manifest import Manifest
 from tests.unit.pipeline_inputs import make_data, make_verifier
@@ -139,6 +140,8 @@ import json, os, stat
 links = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
 print(json.dumps({"lock": any(n.endswith("/.lock") for n in links)}), flush=True)
 print(json.dumps({"pipe": stat.S_ISFIFO(os.fstat(0).st_mode)}), flush=True)
+open(os.path.join(os.environ["VLLM_RPC_BASE_PATH"], "socket"), "x").close()
+open("sockets", "w").write(os.environ["VLLM_RPC_BASE_PATH"])
 os._exit(3)
 """
 
@@ -146,7 +149,8 @@ os._exit(3)
 def test_a_stage_holds_the_lock_and_hears_when_its_runner_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So no second run begins beside an orphan, and no orphan stays."""
+    """So no second run begins beside an orphan, and no orphan stays, nor a socket of vLLM."""
+    monkeypatch.chdir(tmp_path)
     given = {
         "model": str(make_verifier(tmp_path / "model")),
         "data": [str(make_data(tmp_path / "d.jsonl"))],
@@ -158,6 +162,7 @@ def test_a_stage_holds_the_lock_and_hears_when_its_runner_is_gone(
     log = Layout(tmp_path / "run").log("prepare").read_text()
     assert '{"lock": true}' in log
     assert '{"pipe": true}' in log
+    assert not Path(Path("sockets").read_text()).exists()
 
 
 # Says what it found, keeps it, and makes one file.
@@ -231,6 +236,25 @@ def test_rows_of_the_same_tokens_are_kept_but_for_what_is_altered(
     done = made("prepare", seed=1)
     assert done.stages["extract"].counts["found"] == ["more"]
     assert (rows / "made").read_text() == "extract"
+
+
+def test_a_copy_of_a_run_is_read_once(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Terabytes, on a disk whose times are others."""
+    run = tmp_path / "run"
+    row = run / "gen" / "d" / "data_0.pt"
+    row.write_text("states")
+    index = Index(row.parent)
+    index.add(row.name, atomic.sha256(row), {0: 3})
+    for file in run.rglob("*"):
+        os.utime(file, (1, 1))
+    made()
+    read, sha256 = list[Path](), atomic.sha256
+    monkeypatch.setattr(atomic, "sha256", lambda file, *more: read.append(file) or sha256(file))
+    done = made()
+    assert all(record.finished for record in done.stages.values())
+    assert not [file for file in read if run in file.parents]
 
 
 def test_what_a_killed_run_has_left_in_memory_is_given_back(made: Made, tmp_path: Path) -> None:

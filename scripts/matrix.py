@@ -187,11 +187,10 @@ def cells(vllm: str, lines: list[str], scratch: Path, *packages: str) -> Iterato
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _models(made: list[Path], cell: Cell) -> list[Path]:
-    """All that the release does not compute wrong by itself; beyond the first line, one."""
-    wrong = support().row("vllm", cell.vllm).get("wrong", ())
-    right = [model for model in made if model.name not in wrong]
-    return right if cell.speculators == support().releases("speculators")[0] else right[:1]
+def right(made: list[Path], vllm: str) -> list[Path]:
+    """The models that the release does not compute wrong by itself."""
+    wrong = support().row("vllm", vllm).get("wrong", ())
+    return [model for model in made if model.name not in wrong]
 
 
 def measure(cell: Cell, models: list[Path]) -> dict[str, Any]:
@@ -332,7 +331,7 @@ def main() -> None:
         for cell in cells(vllm, todo, asked.scratch, *FOR_VISION) if todo else ():
             pair = known.pair(cell.speculators, vllm)
             passed = pair.run if pair.status == "supported" and not asked.again else None
-            run = dict(passed) if passed else measure(cell, _models(made, cell))
+            run = dict(passed) if passed else measure(cell, right(made, vllm))
             run = with_head(run, cell, asked.scratch) if run["passed"] else run
             support_table.record(run)
             failed += not run["passed"]

@@ -87,8 +87,9 @@ def build(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
                 "the chat template ends the assistant's turns with no special token: "
                 "the head will not learn where they end"
             )
+        seed = random.getrandbits(64) if turn_dropout else None
         rows = dataset.map(
-            partial(prepare, template, max_length, turn_dropout),
+            partial(prepare, template, max_length, seed),
             batched=True,
             with_indices=True,
             num_proc=num_proc,
@@ -111,19 +112,24 @@ def build(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
 def prepare(
     template: Template,
     max_length: int,
-    turn_dropout: bool,
+    seed: int | None,
     batch: dict[str, list[Any]],
     places: list[int],
 ) -> dict[str, list[Any]]:
-    """One result for every row of the batch: ids and mask, or the reason why there are none."""
+    """One result for every row of the batch: ids and mask, or the reason why there are none.
+
+    With a seed turns are dropped: by the place of each row, so that processes, which begin with
+    the same random state, neither draw the same numbers nor others when there are more of them.
+    """
     conversations = next(batch[column] for column in COLUMNS if column in batch)
     tools = batch.get("tools", [None] * len(places))
     results: dict[str, list[Any]] = {name: [] for name in RESULTS}
     results["row"] = list(batch.get(ROW, places))
-    for conversation, offered in zip(conversations, tools, strict=True):
+    for place, conversation, offered in zip(places, conversations, tools, strict=True):
         ids, mask, reason, detail = list[int](), list[int](), "", ""
         try:
-            messages = normalize(conversation, turn_dropout)
+            draw = None if seed is None else random.Random(f"{seed} {place}")  # noqa: S311
+            messages = normalize(conversation, draw)
             ids, mask = template.offering(parsed(offered)).tokens(messages, max_length)
         except RowError as error:
             reason, detail = error.reason, error.detail
@@ -134,17 +140,17 @@ def prepare(
     return results
 
 
-def normalize(conversation: Any, turn_dropout: bool) -> list[Message]:
+def normalize(conversation: Any, draw: random.Random | None = None) -> list[Message]:
     """The turns as a chat template reads them. Raises RowError.
 
-    With `turn_dropout`, as speculators has it: a random number of turns from the start, up to the
-    end of the assistant's turn.
+    With something to draw from, as speculators has it: a random number of turns from the start, up
+    to the end of the assistant's turn.
     """
     if not isinstance(conversation, list) or not all(isinstance(t, dict) for t in conversation):
         raise RowError("not a list of turns")
     if not conversation:
         raise RowError("an empty conversation")
-    wanted = random.randint(1, len(conversation)) if turn_dropout else len(conversation)  # noqa: S311
+    wanted = draw.randint(1, len(conversation)) if draw else len(conversation)
     messages = list[Message]()
     for turn, raw in enumerate(conversation):
         messages.append(_message(turn, raw))

@@ -199,6 +199,24 @@ def test_the_columns_are_those_of_speculators(prepare: Prepare) -> None:
         assert built[0][column].dtype == torch.int64
 
 
+def test_turns_are_dropped_alike_by_one_process_and_by_several(prepare: Prepare) -> None:
+    """From the end, whole turns of the assistant, as many as the seed has for the row's place."""
+    rows = [chat(*"qaqaqaqa")] * 12
+    whole = prepare(CHATML, rows[:1])[0]
+
+    def dropped(processes: int | None) -> Rows:
+        random.seed(0)
+        return prepare(CHATML, rows, turn_dropout=True, num_proc=processes)
+
+    alone, together = dropped(None), dropped(2)
+    assert together == alone
+    assert len({len(ids) for ids, _ in alone[:6]}) > 1
+    assert alone[:6] != alone[6:]  # what processes with one random state would make
+    for ids, mask in alone:
+        assert (ids, mask) == tuple(part[: len(ids)] for part in whole)
+        assert any(mask[-2:])  # a turn, its end, and the template's line feed
+
+
 def test_rows_are_reported_by_their_number_in_the_source(
     tmp_path: Path, tiny_llama: Path, prepare: Prepare
 ) -> None:

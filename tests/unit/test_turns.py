@@ -11,7 +11,7 @@ def test_a_turn_of_the_assistant() -> None:
     """Templates know one or the other name of reasoning; arguments of a call are no text."""
     raw = {"from": "gpt", "value": "", "content": "Seven.", "thinking": "3 + 4",
            "tool_calls": json.dumps([CALL])}  # fmt: skip
-    (message,) = normalize([raw], turn_dropout=False)
+    (message,) = normalize([raw])
     assert message == {
         "role": "assistant",
         "content": "Seven.",
@@ -23,4 +23,4 @@ def test_a_turn_of_the_assistant() -> None:
 
 def test_a_turn_of_a_tool() -> None:
     raw = {"role": "observation", "content": "42", "name": "f", "tool_call_id": "f:0"}
-    assert normalize([raw], turn_dropout=False) == [{**raw, "role": "tool"}]
+    assert normalize([raw]) == [{**raw, "role": "tool"}]

@@ -47,4 +47,4 @@ def test_the_pipeline_trains_a_sound_head(tmp_path: Path) -> None:
     python = linked_environment(tmp_path / "venv", "speculators==0.4.0.1", "-e", str(ROOT))
     tests = [f"tests/e2e/{name}" for name in PIPELINE]
     tests += [f"tests/live/{name}" for name in TRAINING]
-    assert_pass(python, tests, len(PIPELINE) + 17)
+    assert_pass(python, tests, len(PIPELINE) + 19)

@@ -61,4 +61,4 @@ def test_ids_beyond_the_verifiers_embeddings_are_refused(tiny_llama: Path, tmp_p
     layout.logs.mkdir(parents=True)
     job: Any = SimpleNamespace(config=chosen.config, layout=layout, events=Events())
     with pytest.raises(UserError, match=r"model: its tokenizer gives the id \d+, and it has embe"):
-        prepare._prepare(job, chosen.datasets[0], tmp_path / "prepared")
+        prepare._prepare(job, chosen.datasets[0], tmp_path / "prepared", tmp_path)

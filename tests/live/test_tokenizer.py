@@ -59,6 +59,7 @@ def test_ids_beyond_the_verifiers_embeddings_are_refused(tiny_llama: Path, tmp_p
     chosen = plan.make(RunConfig.model_validate(given))
     layout = Layout(tmp_path / "run")
     layout.logs.mkdir(parents=True)
+    (scratch := tmp_path / "scratch").mkdir()
     job: Any = SimpleNamespace(config=chosen.config, layout=layout, events=Events())
     with pytest.raises(UserError, match=r"model: its tokenizer gives the id \d+, and it has embe"):
-        prepare._prepare(job, chosen.datasets[0], tmp_path / "prepared", tmp_path)
+        prepare._prepare(job, chosen.datasets[0], tmp_path / "prepared", scratch)

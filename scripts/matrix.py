@@ -187,7 +187,7 @@ def cells(vllm: str, lines: list[str], scratch: Path, *packages: str) -> Iterato
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def right(made: list[Path], vllm: str) -> list[Path]:
+def computed_right(made: list[Path], vllm: str) -> list[Path]:
     """The models that the release does not compute wrong by itself."""
     wrong = support().row("vllm", vllm).get("wrong", ())
     return [model for model in made if model.name not in wrong]
@@ -331,7 +331,7 @@ def main() -> None:
         for cell in cells(vllm, todo, asked.scratch, *FOR_VISION) if todo else ():
             pair = known.pair(cell.speculators, vllm)
             passed = pair.run if pair.status == "supported" and not asked.again else None
-            run = dict(passed) if passed else measure(cell, right(made, vllm))
+            run = dict(passed) if passed else measure(cell, computed_right(made, vllm))
             run = with_head(run, cell, asked.scratch) if run["passed"] else run
             support_table.record(run)
             failed += not run["passed"]

@@ -366,8 +366,8 @@ def _generator(given: argparse.Namespace, model: Path, dummy: bool, length: int)
 
 
 def _extractor(given: argparse.Namespace, generator: Any, case: str) -> Run:
-    from spec_compat.pipeline import storage
-    from spec_compat.pipeline.prefill import Prefill, Step, pack
+    from spec_compat.pipeline.rows import storage
+    from spec_compat.pipeline.stages.prefill import Prefill, Step, pack
 
     kinds = {
         "shards": storage.Shards(),

@@ -165,7 +165,7 @@ def trainer(given: argparse.Namespace, batches: Counted, directory: Path) -> Cal
     """Speculators' trainer, on a new head for a verifier of this width."""
     from speculators.train.trainer import Trainer, TrainerConfig
 
-    from spec_compat.pipeline.train import draft_head
+    from spec_compat.pipeline.stages.train import draft_head
 
     job: Any = SimpleNamespace(
         config=SimpleNamespace(
@@ -218,7 +218,7 @@ def write_rows(given: argparse.Namespace, case: str, directory: Path) -> tuple[l
 
     import torch
 
-    from spec_compat.pipeline import storage
+    from spec_compat.pipeline.rows import storage
 
     kinds = {
         "shards": storage.Shards(),
@@ -251,7 +251,7 @@ def write_rows(given: argparse.Namespace, case: str, directory: Path) -> tuple[l
 
 
 def ours(given: argparse.Namespace, files: list[Path]) -> Any:
-    from spec_compat.pipeline.loader import Rows, loader
+    from spec_compat.pipeline.stages.loader import Rows, loader
 
     job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=given.workers, seed=0))
     rows = Rows(files, [given.length] * len(files))

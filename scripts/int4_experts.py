@@ -106,8 +106,9 @@ def compare(run: Path, model: Path) -> None:
     """
     import torch
 
-    from spec_compat.pipeline import storage, verify
-    from spec_compat.pipeline.manifest import Manifest
+    from spec_compat.pipeline import verify
+    from spec_compat.pipeline.rows import storage
+    from spec_compat.pipeline.run.manifest import Manifest
     from tests import kimi
 
     layers = Manifest.model_validate_json((run / "manifest.json").read_text()).options["layer_ids"]

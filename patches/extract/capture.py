@@ -22,11 +22,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from spec_compat.capture.proof import contradiction, gaps
+from spec_compat.capture.sink import Place, Sink
+from spec_compat.capture.streams import Streams
 from spec_compat.patching import Patch
-
-from ._proof import contradiction, gaps
-from ._sink import Place, Sink
-from ._streams import Streams
 
 patch = Patch(
     module="speculators.data_generation.custom_worker",

@@ -22,9 +22,8 @@ import os
 from types import ModuleType
 from typing import Any
 
+from spec_compat.capture import sink as _sink
 from spec_compat.patching import BadRows, Patch
-
-from . import _sink
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",

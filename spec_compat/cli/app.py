@@ -17,8 +17,8 @@ from spec_compat.cli import doctor as checkup
 from spec_compat.cli import execute, patches
 from spec_compat.cli.options import with_run_options
 from spec_compat.errors import SpecCompatError, UserError
-from spec_compat.pipeline import disk, processes
-from spec_compat.pipeline.layout import Stage
+from spec_compat.pipeline.run.layout import Stage
+from spec_compat.pipeline.system import disk, processes
 
 app = typer.Typer(
     help="Runs speculators' EAGLE-3 pipeline, correctly, on the vLLM release that is installed.",

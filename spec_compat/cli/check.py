@@ -15,9 +15,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from spec_compat import versions
-from spec_compat.pipeline import check_head, serve
-from spec_compat.pipeline.check_head import Head
-from spec_compat.pipeline.serve import Run, Served
+from spec_compat.pipeline.head import check as check_head
+from spec_compat.pipeline.head import serve
+from spec_compat.pipeline.head.check import Head
+from spec_compat.pipeline.head.serve import Run, Served
 
 # Share of a text from which on it passes for the verifier's own.
 OWN = 0.9

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from spec_compat.pipeline.config import RunConfig, flag
+from spec_compat.pipeline.run.config import RunConfig, flag
 
 NUMBERS = {int: "<int>", float: "<float>"}
 

@@ -11,13 +11,16 @@ from rich.console import Console
 
 from spec_compat import registry, versions
 from spec_compat.errors import UserError
-from spec_compat.pipeline import check_head, config, display, manifest, runner
-from spec_compat.pipeline import plan as plans
-from spec_compat.pipeline import verifier as verifiers
-from spec_compat.pipeline.display import Display, closing_tables, size
-from spec_compat.pipeline.layout import STAGES, Layout, Stage, expanded
-from spec_compat.pipeline.plan import Plan
-from spec_compat.pipeline.verifier import Weights
+from spec_compat.pipeline.head import check as check_head
+from spec_compat.pipeline.inputs import verifier as verifiers
+from spec_compat.pipeline.inputs.verifier import Weights
+from spec_compat.pipeline.run import config, display, manifest, runner
+from spec_compat.pipeline.run import plan as plans
+from spec_compat.pipeline.run.display import Display, closing_tables
+from spec_compat.pipeline.run.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.run.plan import Plan
+from spec_compat.pipeline.system.disk import expanded
+from spec_compat.pipeline.system.units import size
 from spec_compat.support import support
 
 # A parameter, its gradient and Adam's two moments, in float32.

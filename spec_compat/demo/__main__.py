@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spec_compat.demo import STOPPED, answers, model
 from spec_compat.errors import UserError
-from spec_compat.pipeline import processes
+from spec_compat.pipeline.system import processes
 
 DRAFT_VOCAB = 4096
 SEQ_LENGTH = 512

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 
 from spec_compat.demo import STOPPED, model
-from spec_compat.pipeline import processes
+from spec_compat.pipeline.system import processes
 
 MAX_TOKENS = 80  # of an answer; the demo is to end within six minutes on two cores
 MAX_MODEL_LEN = 512

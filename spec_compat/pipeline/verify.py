@@ -15,13 +15,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, manifest, storage, targets, verifier
-from spec_compat.pipeline.config import ResolvedConfig
-from spec_compat.pipeline.display import size
-from spec_compat.pipeline.index import Entry, Index
-from spec_compat.pipeline.layout import Layout
-from spec_compat.pipeline.plan import name_datasets
-from spec_compat.pipeline.rows import Prepared, bad_rows, fault
+from spec_compat.pipeline.head import targets
+from spec_compat.pipeline.inputs import verifier
+from spec_compat.pipeline.rows import storage
+from spec_compat.pipeline.rows.index import Entry, Index
+from spec_compat.pipeline.rows.prepared import Prepared, bad_rows, fault
+from spec_compat.pipeline.run import manifest
+from spec_compat.pipeline.run.config import ResolvedConfig
+from spec_compat.pipeline.run.layout import Layout
+from spec_compat.pipeline.run.plan import name_datasets
+from spec_compat.pipeline.system import atomic
+from spec_compat.pipeline.system.units import size
 
 # Relative L2 errors of a token's state: of a row's median token, and of its worst. In bf16 two
 # right implementations differ by 0.5 to 1.5 %; the state of another token, layer or row by 50 % and

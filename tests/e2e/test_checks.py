@@ -116,8 +116,8 @@ PLANTED: tuple[tuple[Callable[[Row], None], str], ...] = (
 
 
 def test_every_row_with_a_fault_is_named_and_no_other(run: Path) -> None:
-    from spec_compat.pipeline import atomic
-    from spec_compat.pipeline.index import Index
+    from spec_compat.pipeline.rows.index import Index
+    from spec_compat.pipeline.system import atomic
     from spec_compat.pipeline.verify import verify
 
     rows = run / "gen" / "talks"
@@ -155,8 +155,10 @@ def test_a_flipped_bit_and_a_missing_row_are_found_without_the_model(
 
 def test_each_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a step, and so of a shard, are from all over 4,096 rows."""
-    from spec_compat.pipeline import atomic, storage, verify
-    from spec_compat.pipeline.index import Index
+    from spec_compat.pipeline import verify
+    from spec_compat.pipeline.rows import storage
+    from spec_compat.pipeline.rows.index import Index
+    from spec_compat.pipeline.system import atomic
 
     index, kind, holders = Index(tmp_path), storage.Shards(), {}
     for rows in ([0, 2, 4], [1, 3]):
@@ -231,9 +233,9 @@ def test_training_without_the_final_norm_is_refused(run: Path) -> None:
 
 
 def test_a_shuffled_d2t_is_refused_before_training(run: Path) -> None:
-    from spec_compat.pipeline import atomic
-    from spec_compat.pipeline.layout import Layout
-    from spec_compat.pipeline.manifest import Manifest
+    from spec_compat.pipeline.run.layout import Layout
+    from spec_compat.pipeline.run.manifest import Manifest
+    from spec_compat.pipeline.system import atomic
 
     file = run / "vocab_mapping" / "d2t.npy"
     np.save(file, np.random.default_rng(0).permutation(np.load(file)))
@@ -255,8 +257,10 @@ def test_a_shuffled_d2t_is_refused_before_training(run: Path) -> None:
 def test_targets_that_are_not_the_verifiers_are_refused(
     finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spec_compat.pipeline import stage, targets, train
-    from spec_compat.pipeline.events import Events
+    from spec_compat.pipeline.head import targets
+    from spec_compat.pipeline.run.events import Events
+    from spec_compat.pipeline.stages import __main__ as stage
+    from spec_compat.pipeline.stages import train
 
     monkeypatch.setattr(os, "environ", environment())
     job = stage._job(finished[0], Events())

@@ -14,7 +14,8 @@ from packaging.version import Version
 
 import spec_compat
 from spec_compat.cli import check
-from spec_compat.pipeline import check_head, verify
+from spec_compat.pipeline import verify
+from spec_compat.pipeline.head import check as check_head
 from tests import kimi
 from tests.e2e.conftest import command, environment
 
@@ -163,8 +164,9 @@ def trained(run: Path) -> Any:
     """The head as the trainer has it, with the weights that were exported."""
     from safetensors.torch import load_file
 
-    from spec_compat.pipeline import stage, train
-    from spec_compat.pipeline.events import Events
+    from spec_compat.pipeline.run.events import Events
+    from spec_compat.pipeline.stages import __main__ as stage
+    from spec_compat.pipeline.stages import train
 
     spec_compat.require(stage="train", scope="driver")
     model = train.draft_head(stage._job(run, Events())).eval()

@@ -19,7 +19,7 @@ import torch
 from datasets import load_from_disk
 from safetensors import safe_open
 
-from spec_compat.pipeline.index import Index
+from spec_compat.pipeline.rows.index import Index
 from tests import tiny_models
 from tests.e2e.conftest import ROWS, Command, command, environment
 

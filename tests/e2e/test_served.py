@@ -66,7 +66,8 @@ def untrained(head: Path, directory: Path) -> Path:
 def test_the_server_accepts_what_training_reported(
     cli: Command, trained: Path, serving: Path, tmp_path: Path
 ) -> None:
-    from spec_compat.pipeline import check_head, serve
+    from spec_compat.pipeline.head import check as check_head
+    from spec_compat.pipeline.head import serve
 
     done = cli("check-head", str(trained / "head"), "--serve", "--python", str(serving), "--json")
     assert done.returncode == 0, done.stdout + done.stderr

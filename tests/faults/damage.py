@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import disk, manifest
-from spec_compat.pipeline.index import Index
-from spec_compat.pipeline.layout import Layout, Stage
-from spec_compat.pipeline.manifest import Manifest
+from spec_compat.pipeline.rows.index import Index
+from spec_compat.pipeline.run import manifest
+from spec_compat.pipeline.run.layout import Layout, Stage
+from spec_compat.pipeline.run.manifest import Manifest
+from spec_compat.pipeline.system import disk
 from spec_compat.pipeline.verify import verify
 from tests.faults.forked import Faults
 from tests.faults.harness import Lab, differing, leftovers, preload

@@ -116,10 +116,10 @@ class Forked:
             os.environ.update(env)
             with groups.open("a") as stream:
                 stream.write(f"{os.getpid()}\n")
-            from spec_compat.pipeline import stage
+            from spec_compat.pipeline.stages import __main__ as stage
 
             faults.arm()
-            words = command[command.index("spec_compat.pipeline.stage") + 1 :]
+            words = command[command.index("spec_compat.pipeline.stages") + 1 :]
             code = stage.main(words)
             faults.report(words[0])
             sys.stdout.flush()

@@ -28,9 +28,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import spec_compat  # noqa: F401
 from spec_compat.errors import SpecCompatError, UserError
-from spec_compat.pipeline import config, plan, processes, runner
-from spec_compat.pipeline.layout import STAGES, Layout, Stage
-from spec_compat.pipeline.manifest import Manifest
+from spec_compat.pipeline.run import config, plan, runner
+from spec_compat.pipeline.run.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.run.manifest import Manifest
+from spec_compat.pipeline.system import processes
 from tests import tiny_models
 from tests.faults.forked import Faults, Stages, is_gone, kill_group, members
 
@@ -328,8 +329,6 @@ def preload() -> None:
     import speculators.data_generation.vllm_hidden_states_generator
     import speculators.train.trainer  # noqa: F401
     import torch
-
-    from spec_compat.pipeline import export, extract, mapping, prepare, train  # noqa: F401
 
     torch.set_num_threads(1)
 

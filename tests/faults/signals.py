@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spec_compat.pipeline import processes, runner
-from spec_compat.pipeline.layout import Stage
+from spec_compat.pipeline.run import runner
+from spec_compat.pipeline.run.layout import Stage
+from spec_compat.pipeline.system import processes
 from tests.e2e.conftest import command, environment
 from tests.faults.harness import OPTIONS, Lab
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from spec_compat.pipeline.layout import Stage
+from spec_compat.pipeline.run.layout import Stage
 from tests.faults.harness import Lab, differing
 from tests.faults.signals import (
     Run,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import spec_compat  # noqa: F401
-from spec_compat.pipeline import storage
-from spec_compat.pipeline.prefill import Prefill, Step, pack
+from spec_compat.pipeline.rows import storage
+from spec_compat.pipeline.stages.prefill import Prefill, Step, pack
 from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
 SLEEP = 0.2

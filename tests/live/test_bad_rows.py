@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from spec_compat.pipeline import extract
-from spec_compat.pipeline.rows import BAD_ROWS, LENGTHS, Prepared
-from spec_compat.pipeline.storage import INDEX, RowFiles, Shards
+from spec_compat.pipeline.stages import extract
+from spec_compat.pipeline.rows.prepared import BAD_ROWS, LENGTHS, Prepared
+from spec_compat.pipeline.rows.storage import INDEX, RowFiles, Shards
 
 pytestmark = [pytest.mark.live]
 

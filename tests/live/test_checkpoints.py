@@ -15,8 +15,9 @@ import torch
 import spec_compat  # noqa: F401
 import speculators.train.trainer  # noqa: F401  the patch comes with it
 from spec_compat.patches.train import resume, whole_checkpoints
-from spec_compat.pipeline import checkpoints, disk
-from spec_compat.pipeline.events import Events
+from spec_compat.pipeline.stages import checkpoints
+from spec_compat.pipeline.system import disk
+from spec_compat.pipeline.run.events import Events
 from tests.unit.pipeline_inputs import Notes
 
 pytestmark = [pytest.mark.live]

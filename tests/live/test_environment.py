@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import run as torchrun
 from vllm import envs
 
-from spec_compat.pipeline.runner import ENVIRONMENT, command
+from spec_compat.pipeline.run.runner import ENVIRONMENT, command
 
 pytestmark = pytest.mark.live
 
@@ -21,7 +21,7 @@ def test_torchrun_leaves_a_stage_its_options() -> None:
     _python, _m, module, *words = command("train", 2, Path("run"), Path("events"))
     assert module == torchrun.__name__
     parsed = torchrun.parse_args(words)
-    assert (parsed.nproc_per_node, parsed.training_script) == ("2", "spec_compat.pipeline.stage")
+    assert (parsed.nproc_per_node, parsed.training_script) == ("2", "spec_compat.pipeline.stages")
     assert parsed.training_script_args == [
         "train", "--directory", "run", "--events", "events",
     ]  # fmt: skip

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline import targets, verify
+from spec_compat.pipeline import verify
+from spec_compat.pipeline.head import targets
 from tests import kimi
 from tests.conftest import Script
 
@@ -110,7 +111,8 @@ def test_the_dataset_is_read_as_the_hub_has_it(
     import pyarrow as pa
     from pyarrow import parquet
 
-    from spec_compat.pipeline import plan, prepare
+    from spec_compat.pipeline.run import plan
+    from spec_compat.pipeline.stages import prepare
 
     talks = kimi.write_conversations(tmp_path / "talks.jsonl", 6)
     written = [json.loads(line) for line in talks.read_text("utf-8").splitlines()]
@@ -230,8 +232,10 @@ def test_the_geometry_of_the_verifiers_attention_is_none_for_a_head(
     core: Any, mini_kimi: Path, tmp_path: Path
 ) -> None:
     """transformers calls the rotary part of a key its width; what is asked for is what is made."""
-    from spec_compat.pipeline import check_head, plan, train
-    from spec_compat.pipeline.config import RunConfig
+    from spec_compat.pipeline.head import check as check_head
+    from spec_compat.pipeline.run import plan
+    from spec_compat.pipeline.stages import train
+    from spec_compat.pipeline.run.config import RunConfig
 
     wrapper = transformers.AutoConfig.from_pretrained(mini_kimi, trust_remote_code=True)
     theirs = transformers.DeepseekV3Config(**kimi.TEXT_CONFIG)

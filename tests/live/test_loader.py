@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 
 import spec_compat  # noqa: F401
 from spec_compat.errors import UserError
-from spec_compat.pipeline import loader, room, storage
+from spec_compat.pipeline.rows import storage
+from spec_compat.pipeline.stages import loader, memory as room
 from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
 from speculators.train.noise_transforms import AddUniformNoise
 

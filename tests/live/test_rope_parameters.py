@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import verifier
+from spec_compat.pipeline.inputs import verifier
 
 pytestmark = [pytest.mark.live]
 

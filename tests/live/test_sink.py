@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spec_compat.pipeline import storage
+from spec_compat.pipeline.rows import storage
 from tests.conftest import run_script
 from tests.live.sink import SLEEP, random_rows
 
@@ -40,7 +40,7 @@ def test_steps_are_full(found: Found) -> None:
 
 
 def test_no_fewer_steps_could_hold_the_rows() -> None:
-    from spec_compat.pipeline.prefill import pack  # imports vLLM
+    from spec_compat.pipeline.stages.prefill import pack  # imports vLLM
 
     draw = random.Random(0)
     lengths = [draw.randint(1, 4096) for _ in range(400)]

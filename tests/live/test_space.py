@@ -12,13 +12,13 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import extract
-from spec_compat.pipeline import plan as plans
-from spec_compat.pipeline.config import RunConfig
-from spec_compat.pipeline.events import Events
-from spec_compat.pipeline.layout import Layout
-from spec_compat.pipeline.manifest import begin
-from spec_compat.pipeline.stage import Job
+from spec_compat.pipeline.stages import extract
+from spec_compat.pipeline.run import plan as plans
+from spec_compat.pipeline.run.config import RunConfig
+from spec_compat.pipeline.run.events import Events
+from spec_compat.pipeline.run.layout import Layout
+from spec_compat.pipeline.run.manifest import begin
+from spec_compat.pipeline.run.stage import Job
 from tests.unit.pipeline_inputs import make_data, make_verifier
 
 pytestmark = [pytest.mark.live]

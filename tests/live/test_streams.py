@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from spec_compat.patches.extract._streams import Streams, find_decoder
+from spec_compat.capture.streams import Streams, find_decoder
 from torch import Tensor, nn
 
 pytestmark = [pytest.mark.live]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import plan, prepare
-from spec_compat.pipeline.config import RunConfig
-from spec_compat.pipeline.events import Events
-from spec_compat.pipeline.layout import Layout
+from spec_compat.pipeline.run import plan
+from spec_compat.pipeline.stages import prepare
+from spec_compat.pipeline.run.config import RunConfig
+from spec_compat.pipeline.run.events import Events
+from spec_compat.pipeline.run.layout import Layout
 from tests import tiny_models
 
 pytestmark = pytest.mark.live

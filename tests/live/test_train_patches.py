@@ -39,7 +39,7 @@ def new_head(verifier: Path, **options: int) -> Any:
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from spec_compat.pipeline.train import layer_config
+    from spec_compat.pipeline.stages.train import layer_config
 
     t2d = torch.zeros(512, dtype=torch.bool)
     t2d[OFFSET : OFFSET + DRAFTED] = True
@@ -114,7 +114,7 @@ def test_the_patches_are_in_place(draft_head: Any) -> None:
 )
 def test_targets_are_the_verifiers_own_logits(name: str, request: pytest.FixtureRequest) -> None:
     """Of the last captured state, which is taken before the final norm."""
-    from spec_compat.pipeline import targets
+    from spec_compat.pipeline.head import targets
 
     path: Path = request.getfixturevalue(name)
     verifier: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -144,7 +144,7 @@ def test_the_verifiers_norm_is_precise_and_gives_the_dtype_that_it_is_given(
 
 def test_an_lm_head_that_vllm_will_not_take_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     """It ties what the config says is tied, and extraction proves its rows with that."""
-    from spec_compat.pipeline import targets
+    from spec_compat.pipeline.head import targets
 
     verifier = Path(shutil.copytree(tiny_llama, tmp_path / "verifier"))
     config = json.loads((verifier / "config.json").read_text())
@@ -161,7 +161,7 @@ def test_an_lm_head_that_vllm_will_not_take_is_refused(tiny_llama: Path, tmp_pat
 def test_a_verifier_without_its_norm_is_an_error(
     sharded: bool, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    from spec_compat.pipeline import targets
+    from spec_compat.pipeline.head import targets
 
     verifier = Path(shutil.copytree(tiny_llama, tmp_path / "verifier"))
     weights = load_file(verifier / "model.safetensors")

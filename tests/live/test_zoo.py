@@ -86,7 +86,7 @@ def test_without_its_patch_a_window_of_all_layers_is_ignored(
 
 def test_layers_may_be_in_a_module_called_layers() -> None:
     """PLaMo's are, and its final norm is beside that module."""
-    from spec_compat.patches.extract._streams import Streams, find_decoder
+    from spec_compat.capture.streams import Streams, find_decoder
     from torch import nn
 
     model, inner, holder = nn.Module(), nn.Module(), nn.Module()
@@ -99,7 +99,7 @@ def test_layers_may_be_in_a_module_called_layers() -> None:
 
 def test_a_vision_tower_is_not_taken_for_the_decoder(tmp_path: Path) -> None:
     """Its tower has as many layers; the message says where the decoder was looked for."""
-    from spec_compat.patches.extract._streams import find_decoder
+    from spec_compat.capture.streams import find_decoder
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(ZOO["LLaVA"].build(tmp_path / "model"))

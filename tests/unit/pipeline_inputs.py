@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spec_compat.pipeline.events import Events
+from spec_compat.pipeline.run.events import Events
 
 TURNS = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b."}]
 

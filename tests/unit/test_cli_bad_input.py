@@ -169,8 +169,8 @@ def test_an_output_that_is_no_run(root: Path) -> None:
 
 
 def test_an_output_of_another_run(root: Path) -> None:
-    from spec_compat.pipeline import config, manifest, plan
-    from spec_compat.pipeline.layout import Layout
+    from spec_compat.pipeline.run import config, manifest, plan
+    from spec_compat.pipeline.run.layout import Layout
 
     options = {"model": "model", "data": ["d.jsonl"], "output": "work"}
     (root / "work").mkdir()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from spec_compat.cli import doctor
 from spec_compat.cli.app import app, pipeline_app
 from spec_compat.errors import UserError
-from spec_compat.pipeline.config import RunConfig, flag
+from spec_compat.pipeline.run.config import RunConfig, flag
 from spec_compat.versions import Environment
 from tests.unit.pipeline_inputs import make_releases
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_compat.pipeline import serve, targets
+from spec_compat.pipeline.head import serve, targets
 
 
 def counted(tokens: list[list[int]], right: list[int], **rows: list[int]) -> list[list[int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_compat.pipeline import atomic
+from spec_compat.pipeline.system import atomic
 
 
 class Killed(BaseException):

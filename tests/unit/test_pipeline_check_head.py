@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from spec_compat.cli.app import app
 from spec_compat.errors import UserError
-from spec_compat.pipeline import check_head
-from spec_compat.pipeline.check_head import Head
+from spec_compat.pipeline.head import check as check_head
+from spec_compat.pipeline.head.check import Head
 
 CONFIG: dict[str, Any] = {
     "speculators_model_type": "eagle3",

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import config
-from spec_compat.pipeline.layout import STAGES
+from spec_compat.pipeline.run import config
+from spec_compat.pipeline.run.layout import STAGES
 
 GIVEN = {"model": "m", "data": ["d.jsonl"], "output": "run"}
 

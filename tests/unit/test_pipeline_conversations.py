@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import conversations
+from spec_compat.pipeline.inputs import conversations
 
 GOOD = {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b."}]}
 TURNS = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b."}]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import disk, plan
+from spec_compat.pipeline.run import plan
+from spec_compat.pipeline.system import disk
 from tests.unit.pipeline_inputs import Notes
 
 

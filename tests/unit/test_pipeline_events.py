@@ -4,12 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spec_compat.pipeline.events import Event, Events, channel
+from spec_compat.pipeline.run.events import Event, Events, channel
 
 SENDER = """
 import subprocess, sys
 from pathlib import Path
-from spec_compat.pipeline.events import Events
+from spec_compat.pipeline.run.events import Events
 
 events = Events(Path(sys.argv[1]))
 events.doing("working", 2)

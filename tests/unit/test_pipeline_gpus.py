@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import gpus
-from spec_compat.pipeline.config import ResolvedConfig
-from spec_compat.pipeline.gpus import MIB, Gpu, Room
+from spec_compat.pipeline.run import servers as gpus
+from spec_compat.pipeline.run.config import ResolvedConfig
+from spec_compat.pipeline.run.servers import MIB, Gpu, Room
 
 GIB = 1 << 30
 NOBODY = "http://localhost:1"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from spec_compat.pipeline import atomic
-from spec_compat.pipeline import index as rows_index
-from spec_compat.pipeline.index import Index
+from spec_compat.pipeline.rows import index as rows_index
+from spec_compat.pipeline.rows.index import Index
+from spec_compat.pipeline.system import atomic
 
 
 def add(index: Index, number: int) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, config, fingerprints, manifest, plan
-from spec_compat.pipeline.index import Index
-from spec_compat.pipeline.layout import STAGES, Layout, Stage
-from spec_compat.pipeline.manifest import Manifest, StageRecord
+from spec_compat.pipeline.rows.index import Index
+from spec_compat.pipeline.run import config, fingerprints, manifest, plan
+from spec_compat.pipeline.run.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.run.manifest import Manifest, StageRecord
+from spec_compat.pipeline.system import atomic
 from tests.unit.pipeline_inputs import TURNS, make_data, make_verifier, weights
 
 
@@ -420,7 +421,7 @@ def test_a_list_of_shards_that_the_run_did_not_write_is_found(root: Path) -> Non
 
 def test_what_patches_share_counts_too() -> None:
     """The sink writes the rows, and is no patch by itself."""
-    assert "the patch extract/-sink" in fingerprints._patches("extract")
+    assert "the patch extract/sink" in fingerprints._patches("extract")
 
 
 def test_a_name_of_a_file_counts(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spec_compat.pipeline import config, manifest, plan
-from spec_compat.pipeline.layout import Layout
+from spec_compat.pipeline.run import config, manifest, plan
+from spec_compat.pipeline.run.layout import Layout
 from tests.unit.pipeline_inputs import make_data, make_releases, make_verifier
 
 # Root, but with no more rights to the files of others than anybody has.

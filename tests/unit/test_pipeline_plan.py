@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import config, plan, verifier, zstd
+from spec_compat.pipeline.inputs import verifier
+from spec_compat.pipeline.rows import zstd
+from spec_compat.pipeline.run import config, plan
 from tests.unit.pipeline_inputs import make_data, make_verifier, weights
 
 

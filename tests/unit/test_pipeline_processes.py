@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_compat.pipeline import processes
+from spec_compat.pipeline.system import processes
 
 SHARE = """
 import time

@@ -14,11 +14,13 @@ import pytest
 from rich.console import Console
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import atomic, config, display, plan, processes, runner, stage
-from spec_compat.pipeline.display import Display
-from spec_compat.pipeline.index import Index
-from spec_compat.pipeline.layout import Layout, Stage
-from spec_compat.pipeline.manifest import Manifest
+from spec_compat.pipeline.rows.index import Index
+from spec_compat.pipeline.run import config, display, plan, runner
+from spec_compat.pipeline.run.display import Display
+from spec_compat.pipeline.run.layout import Layout, Stage
+from spec_compat.pipeline.run.manifest import Manifest
+from spec_compat.pipeline.stages import __main__ as stage
+from spec_compat.pipeline.system import atomic, processes
 from tests.unit.pipeline_inputs import make_data, make_verifier
 
 

@@ -13,10 +13,10 @@ from threading import Thread
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import config as options
-from spec_compat.pipeline import gpus
-from spec_compat.pipeline.gpus import Gpu, Room
-from spec_compat.pipeline.layout import STAGES
+from spec_compat.pipeline.run import config as options
+from spec_compat.pipeline.run import servers as gpus
+from spec_compat.pipeline.run.layout import STAGES
+from spec_compat.pipeline.run.servers import Gpu, Room
 from tests.unit.test_pipeline_gpus import GIB, config
 
 FULL = [Gpu(10 * GIB, GIB)]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline import plan as plans
-from spec_compat.pipeline import verifier
-from spec_compat.pipeline.config import RunConfig
-from spec_compat.pipeline.verifier import HeadGeometry
+from spec_compat.pipeline.inputs import verifier
+from spec_compat.pipeline.inputs.verifier import HeadGeometry
+from spec_compat.pipeline.run import plan as plans
+from spec_compat.pipeline.run.config import RunConfig
 from tests.kimi import TEXT_CONFIG
 from tests.unit.pipeline_inputs import make_data, make_verifier, weights
 

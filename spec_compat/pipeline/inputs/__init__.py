@@ -1,0 +1,1 @@
+"""What a run is made from: conversations and the verifier."""

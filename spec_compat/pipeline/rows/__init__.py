@@ -1,0 +1,1 @@
+"""The rows of a dataset: prepared tokens, stored hidden states, and the index of their files."""

@@ -1,0 +1,313 @@
+"""The options of a run: one flat model, read from flags, a TOML file, and the run's manifest."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from spec_compat.errors import UserError
+from spec_compat.pipeline.run.layout import STAGES, Stage
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# Rows longer than this are cut, unless the verifier takes less.
+SEQ_LENGTH = 2048
+DRAFT_VOCAB_SIZE = 32_000
+# The attention mask of the draft head is built from blocks of this many tokens.
+MASK_BLOCK = 128
+
+
+def _option(default: Any, stage: Stage | None, description: str, **constraints: Any) -> Any:
+    """A field; `stage` is the first stage whose result depends on it (None: no result does)."""
+    return Field(
+        default, description=description, json_schema_extra={"stage": stage}, **constraints
+    )
+
+
+class RunConfig(BaseModel):
+    """Every option of the pipeline. Defaults are those of speculators' scripts."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=False, allow_inf_nan=False
+    )
+
+    model: str = _option(..., "prepare", "Verifier: a local directory or a Hugging Face id.")
+    data: tuple[str, ...] = _option(
+        ...,
+        "prepare",
+        "Conversations: a .json or .jsonl file, sharegpt, ultrachat or open-perfectblend. "
+        "May be given several times.",
+        min_length=1,
+    )
+    output: Path = _option(..., None, "The run directory; a run that is in it is continued.")
+
+    seq_length: int | None = _option(
+        None,
+        "prepare",
+        f"Longest row in tokens (default: {SEQ_LENGTH}, or what the verifier takes).",
+        ge=2,
+    )
+    max_samples: int | None = _option(
+        None, "prepare", "Rows taken from each dataset (default: all).", ge=1
+    )
+    assistant_pattern: str | None = _option(
+        None,
+        "prepare",
+        "Regular expression of an assistant's turn (default: from the chat template).",
+    )
+    turn_dropout: bool = _option(False, "prepare", "Keep a random number of turns of every row.")
+    seed: int = _option(0, "prepare", "Seed of every random choice.", ge=0, lt=2**32)
+    num_preprocessing_workers: int | None = _option(
+        None, None, "Processes that tokenize (default: 8, or one for each CPU).", ge=1
+    )
+    hf_cache_dir: Path | None = _option(
+        None, None, "Where datasets that are downloaded are kept (default: a directory of the run)."
+    )
+    trust_remote_code: bool = _option(
+        False, None, "Allow a verifier that brings Python code of its own."
+    )
+
+    layer_ids: tuple[int, ...] | None = _option(
+        None,
+        "extract",
+        "Four layers, as 2,15,27,29: three for the head's input, then the last "
+        "(default: 2, n/2, n-3, n-1).",
+    )
+    batch_size: int = _option(
+        256, "extract", "Most rows that the verifier computes in one step.", ge=1, le=256
+    )
+    storage: Literal["rows", "shards"] = _option(
+        "rows",
+        "extract",
+        "A data_{i}.pt for each row, as speculators reads them, or rows together in safetensors.",
+    )
+    storage_dtype: Literal["verifier", "fp8"] = _option(
+        "verifier", "extract", "Hidden states as they are, or in shards as fp8: half the bytes."
+    )
+    storage_compression: Literal["none", "zstd"] = _option(
+        "none", "extract", "Compress the hidden states in shards, without loss."
+    )
+    sink_buffers: int | None = _option(
+        None,
+        None,
+        "Steps whose hidden states the host holds until they are written "
+        "(default: 3 to 8, in 2 GiB where that is enough).",
+        ge=2,
+    )
+    on_bad_row: Literal["stop", "skip"] = _option(
+        "stop", None, "What to do with a row that fails its proof: stop, or skip it and report it."
+    )
+    max_bad_rows: int = _option(10, None, "With skip: stop after more than this many.", ge=0)
+    tensor_parallel_size: int = _option(1, None, "Tensor parallel size of the verifier.", ge=1)
+    gpu_memory_utilization: float = _option(
+        0.8, None, "Share of each GPU that vLLM may take.", gt=0, le=1
+    )
+
+    max_disk: str | None = _option(
+        None,
+        None,
+        "Refuse more hidden states than this, as 500GB (default: no limit).",
+    )
+    on_full_disk: Literal["pause", "stop"] = _option(
+        "pause", None, "Where space runs out: pause until there is some, or stop."
+    )
+    server_url: str = _option(
+        "http://localhost:8000", None, "Where a vLLM server may be holding the GPUs."
+    )
+    stop_server_cmd: str | None = _option(
+        None, None, "Shell command that stops that server before the GPUs are needed."
+    )
+    restart_server_cmd: str | None = _option(
+        None, None, "Shell command that starts it again at the end, also after a failure."
+    )
+
+    draft_vocab_size: int | None = _option(
+        None,
+        "map",
+        f"Tokens that the head can draft (default: {DRAFT_VOCAB_SIZE}, or the verifier's).",
+        ge=1,
+    )
+
+    epochs: int = _option(20, "train", "Epochs.", ge=1)
+    lr: float = _option(1e-4, "train", "Peak learning rate.", gt=0)
+    ttt_steps: int = _option(3, "train", "Tokens drafted in a row while training.", ge=1)
+    ttt_step_loss_decay: float = _option(
+        1.0, "train", "Weight of each drafted token's loss, relative to the one before.", gt=0, le=1
+    )
+    use_off_policy_tokens: bool = _option(
+        False, "train", "Feed the row's own tokens, not the drafted ones, at each TTT step."
+    )
+    num_layers: int = _option(1, "train", "Decoder layers of the head.", ge=1)
+    draft_heads: int | None = _option(
+        None, "train", "Attention heads of the head (default: the verifier's).", ge=1
+    )
+    draft_kv_heads: int | None = _option(
+        None, "train", "Key and value heads of the head (default: the verifier's).", ge=1
+    )
+    draft_head_dim: int | None = _option(
+        None,
+        "train",
+        "Width of an attention head (default: the verifier's; of MLA, v_head_dim).",
+        ge=1,
+    )
+    draft_intermediate_size: int | None = _option(
+        None,
+        "train",
+        "Width of the head's MLP (default: that of the verifier's dense layers).",
+        ge=1,
+    )
+    noise_std: float = _option(0.05, "train", "Uniform noise added to the hidden states.", ge=0)
+    total_seq_len: int | None = _option(
+        None,
+        "train",
+        f"Tokens in one training batch, a multiple of {MASK_BLOCK} "
+        "(default: 8192, less on little data).",
+        ge=MASK_BLOCK,
+        multiple_of=MASK_BLOCK,
+    )
+    val_ratio: float = _option(0.1, "train", "Share of the rows kept for validation.", gt=0, lt=1)
+    num_workers: int | None = _option(
+        None, None, "Processes that load rows (default: 8, or one for each CPU).", ge=0
+    )
+    train_gpus: int | None = _option(None, None, "GPUs to train on (default: all).", ge=1)
+
+    verifier_name: str | None = _option(
+        None, "export", "Name of the verifier in the head's config.json (default: --model)."
+    )
+
+    @field_validator("max_disk")
+    @classmethod
+    def _check_max_disk(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"\d+(\.\d+)? ?[kKMGT]?B?", value):
+            raise ValueError("a size, as 500GB")
+        return value
+
+    @field_validator("assistant_pattern")
+    @classmethod
+    def _check_assistant_pattern(cls, value: str | None) -> str | None:
+        try:
+            groups = re.compile(value).groups if value is not None else 1
+        except re.error as error:
+            raise ValueError(f"a regular expression ({error})") from None
+        if not groups:
+            raise ValueError("a regular expression with the assistant's text in parentheses")
+        return value
+
+    @field_validator("server_url")
+    @classmethod
+    def _check_server_url(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            whole = False
+        if not whole:
+            raise ValueError("an address, as http://localhost:8000")
+        return value
+
+    @field_validator("layer_ids", mode="before")
+    @classmethod
+    def _split_layer_ids(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return tuple(part for part in re.split(r"[,\s]+", value.strip(" []()")) if part)
+
+
+class ResolvedConfig(RunConfig):
+    """The options once verifier and data have been looked at: what was left open is decided."""
+
+    seq_length: int
+    layer_ids: tuple[int, ...]
+    draft_vocab_size: int
+
+
+def stage_of(option: str) -> Stage | None:
+    """The first stage whose result depends on this option."""
+    extra = RunConfig.model_fields[option].json_schema_extra
+    return extra["stage"]  # type: ignore[index, return-value]
+
+
+def options_of(config: RunConfig, stage: Stage) -> dict[str, Any]:
+    """The options, as JSON values, that the stage is the first to depend on."""
+    values = config.model_dump(mode="json")
+    return {name: value for name, value in values.items() if stage_of(name) == stage}
+
+
+def first_stage(options: set[str]) -> Stage | None:
+    """The earliest stage that depends on one of the options."""
+    stages = {stage_of(option) for option in options}
+    return next((stage for stage in STAGES if stage in stages), None)
+
+
+def load(
+    flags: Mapping[str, Any],
+    file: Path | None = None,
+    earlier: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Build the options of a run.
+
+    Flags win over the TOML file, which wins over `earlier`, the options of the run that the output
+    directory holds. Raises UserError, naming the option and where it was given.
+    """
+    from_file = read_toml(file) if file else {}
+    merged = {**(earlier or {}), **from_file, **flags}
+    try:
+        return RunConfig.model_validate(merged)
+    except ValidationError as error:
+        raise UserError(_first_problem(error, flags, file, from_file)) from None
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """Options of a TOML file, keys with dashes or underscores. Raises UserError."""
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"--config {file}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {file}: not TOML: {error}") from None
+    options: dict[str, Any] = {}
+    for key, value in table.items():
+        option = key.replace("-", "_")
+        if option in options:
+            raise UserError(f"--config {file}: {option!r} is there twice, with - and with _")
+        options[option] = value
+    for key in options:
+        if key not in RunConfig.model_fields:
+            near = difflib.get_close_matches(key, RunConfig.model_fields, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"--config {file}: no option is called {key!r}{hint}")
+    if isinstance(options.get("data"), str):
+        options["data"] = [options["data"]]
+    return options
+
+
+def flag(option: str) -> str:
+    """The option as it is written on the command line."""
+    return "--" + option.replace("_", "-")
+
+
+def _first_problem(
+    error: ValidationError,
+    flags: Mapping[str, Any],
+    file: Path | None,
+    from_file: Mapping[str, Any],
+) -> str:
+    problem = error.errors()[0]
+    option = str(problem["loc"][0])
+    if problem["type"] == "missing":
+        return f"{flag(option)} is missing: {RunConfig.model_fields[option].description}"
+    place = flag(option)
+    if option not in flags and option in from_file:
+        place = f"{file}: {option}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{place}: {message[0].lower()}{message[1:]}, not {problem['input']!r}"

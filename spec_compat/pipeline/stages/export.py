@@ -1,0 +1,36 @@
+"""The last checkpoint as a directory that vLLM is pointed at: weights and a true config.json."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from spec_compat.pipeline.head import check as check_head
+from spec_compat.pipeline.head.check import CONFIG, DTYPES, WEIGHTS
+from spec_compat.pipeline.run.manifest import digest_of
+from spec_compat.pipeline.run.stage import Job, Result
+from spec_compat.pipeline.system import atomic
+
+
+def run(job: Job) -> Result:
+    """Write `head/`. Raises RuntimeError when weights and config do not belong together."""
+    layout = job.layout
+    epochs = sorted(int(d.name) for d in layout.checkpoints.iterdir() if d.name.isdigit())
+    checkpoint = layout.checkpoints / str(epochs[-1])
+    job.events.doing(f"exporting epoch {epochs[-1] + 1}")
+    head = check_head.read(checkpoint)
+    config = head.config
+    # The trainer's dtype, and the Python code that it saves beside the weights, stay behind.
+    config["dtype"] = DTYPES[head.tensors["fc.weight"]["dtype"]]
+    config.pop("auto_map", None)
+    if problems := check_head.problems(head):
+        raise RuntimeError(f"{checkpoint}: {'; '.join(problems)}")
+    verifier = config["speculators_config"]["verifier"]
+    verifier["name_or_path"] = job.config.verifier_name or job.config.model
+    with atomic.replacing_directory(layout.head) as directory:
+        shutil.copyfile(checkpoint / WEIGHTS, directory / WEIGHTS)
+        (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    files = sorted(layout.head.iterdir())
+    outputs = {layout.relative(file): atomic.sha256(file) for file in files}
+    size = sum(file.stat().st_size for file in files)
+    return Result(digest_of(outputs), {"epoch": epochs[-1] + 1}, outputs, size)

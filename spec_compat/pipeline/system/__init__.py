@@ -1,0 +1,1 @@
+"""Files, processes, disks and units: what knows nothing of a run."""

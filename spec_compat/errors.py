@@ -11,7 +11,20 @@ class SpecCompatError(Exception):
 
 
 class UserError(SpecCompatError):
-    """What was asked for cannot be done: the message names the thing, the place and the remedy."""
+    """What was asked for cannot be done: the message names the thing, the place and the remedy.
+
+    `option` is the field of the run's config that the message is about; as text, the error begins
+    with the flag of that name.
+    """
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.option = option
+
+    def __str__(self) -> str:
+        flag = f"--{self.option.replace('_', '-')} " if self.option else ""
+        return flag + self.message
 
 
 class UnknownPatch(UserError):

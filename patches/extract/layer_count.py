@@ -15,21 +15,13 @@ from types import ModuleType
 from typing import Any
 
 from spec_compat.patching import Patch
+from spec_compat.wrappers import text_config
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
     when={"speculators": ">=0.3,<0.5"},
     after=("extract/trust-remote-code",),
 )
-
-NAMES = ("thinker_config", "text_config", "llm_config", "language_config")
-
-
-def text_config(config: Any) -> Any:
-    """The config of the language model inside `config`, or `config` itself."""
-    inner = (getattr(config, name, None) for name in NAMES)
-    found = next((one for one in inner if one is not None), None)
-    return config if found is None or found is config else text_config(found)
 
 
 @patch.replace("AutoConfig")

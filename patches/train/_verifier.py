@@ -5,14 +5,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from spec_compat.patching import trusts_remote_code
+from spec_compat.wrappers import text_config
 
-# Where a wrapper's config has the language model's.
-NESTED = ("text_config", "llm_config", "language_config")
 # Modules of decoder layers hold embeddings and heads of their own (multi-token prediction).
 LAYER = re.compile(r"(^|\.)layers\.\d")
 
 
-def text_config(auto: Any, verifier: str) -> Any:
+def language_config(auto: Any, verifier: str) -> Any:
     """The config of the language model, as transformers' own class where it has one.
 
     `auto` is transformers' AutoConfig. A class that comes with the verifier says nothing to
@@ -21,7 +20,7 @@ def text_config(auto: Any, verifier: str) -> Any:
     import transformers
 
     written, _ = transformers.PretrainedConfig.get_config_dict(verifier)
-    text = next((written[name] for name in NESTED if written.get(name)), written)
+    text = text_config(written)
     if "auto_map" in written or "auto_map" in text:
         for name in text.get("architectures") or ():
             if known := getattr(transformers, name, None):

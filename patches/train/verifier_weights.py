@@ -23,7 +23,7 @@ from typing import Any
 
 from spec_compat.patching import Patch
 
-from ._verifier import named, text_config
+from ._verifier import language_config, named
 
 patch = Patch(
     module="speculators.models.eagle3.core",
@@ -39,7 +39,7 @@ def config(original: Any, module: ModuleType) -> Any:
     class LanguageModelConfig(original):  # type: ignore[misc]
         @classmethod
         def from_pretrained(cls, verifier: str) -> Any:
-            return text_config(original, verifier)
+            return language_config(original, verifier)
 
     return LanguageModelConfig
 

@@ -422,6 +422,9 @@ def test_a_list_of_shards_that_the_run_did_not_write_is_found(root: Path) -> Non
 def test_what_patches_share_counts_too() -> None:
     """The sink writes the rows, and is no patch by itself."""
     assert "the patch extract/sink" in fingerprints._patches("extract")
+    assert "the patch extract/wrappers" in fingerprints._patches("extract")
+    assert "the patch train/wrappers" in fingerprints._patches("train")
+    assert "the patch map/wrappers" not in fingerprints._patches("map")
 
 
 def test_a_name_of_a_file_counts(tmp_path: Path) -> None:

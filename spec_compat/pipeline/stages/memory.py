@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 
 import psutil
+
+from spec_compat.pipeline.system.processes import SHARED
 
 # One reads more than a disk of 2 GB/s gives; of zstd, a quarter of a GB/s (docs/benchmarks.md).
 MAX_WORKERS = 8
 MAX_PREFETCH = 2
 # Shares of the free memory, and of what /dev/shm takes, that batches in waiting may fill.
 OF_MEMORY, OF_SHARED = 0.5, 0.8
-SHARED = Path("/dev/shm")  # noqa: S108
 
 
-def room(batch_bytes: int, workers: int | None, ranks: int) -> tuple[int, int]:
+def workers_and_prefetch(batch_bytes: int, workers: int | None, ranks: int) -> tuple[int, int]:
     """Worker processes of a rank, and the batches that each may have ready."""
     memory = psutil.virtual_memory()
     shared = shutil.disk_usage(SHARED).free if SHARED.is_dir() else memory.free

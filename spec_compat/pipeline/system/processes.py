@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
-PROC, SHARED = Path("/proc"), Path("/dev/shm")  # noqa: S108
+import psutil
+
+SHARED = Path("/dev/shm")  # noqa: S108
 # Names that Python, torch and NCCL give to what they share; anything else there is somebody's file.
 NAMES = ("psm_*", "sem.mp-*", "torch_*", "nccl-*")
 
@@ -109,40 +111,27 @@ def end(of: set[int], held: Iterable[Path] = ()) -> None:
         file.unlink(missing_ok=True)
 
 
-class Status(NamedTuple):
-    """A living process: its directory in /proc, its number, its parent's, and its group's."""
-
-    path: Path
-    pid: int
-    parent: int
-    group: int
-
-
-def living() -> Iterator[Status]:
-    for process in PROC.glob("[0-9]*"):
-        try:
-            state, parent, group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
-        except (OSError, ValueError):
-            continue
-        if state != "Z":
-            yield Status(process, int(process.name), int(parent), int(group))
-
-
 def groups(leader: int) -> set[int]:
     """The group of a process and those of all that descend from it: torchrun's ranks lead others.
 
     Those of a descendant whose parent is gone already are not among them.
     """
-    every = list(living())
+    every = {}
+    for pid in psutil.pids():
+        with suppress(psutil.Error, OSError):  # it has ended meanwhile, or is hidden from this user
+            every[pid] = psutil.Process(pid).ppid(), os.getpgid(pid)
     family = {leader}
-    while more := {p.pid for p in every if p.parent in family} - family:
+    while more := {pid for pid, (parent, _) in every.items() if parent in family} - family:
         family |= more
-    return {leader} | {p.group for p in every if p.pid in family}
+    return {leader} | {every[pid][1] for pid in family if pid in every}
 
 
-def members(of: set[int]) -> Iterator[Status]:
-    """The living processes of these groups."""
-    return (process for process in living() if process.group in of)
+def members(of: set[int]) -> Iterator[int]:
+    """The processes of these groups that live: a zombie has ended."""
+    for pid in psutil.pids():
+        with suppress(psutil.Error, OSError):
+            if os.getpgid(pid) in of and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                yield pid
 
 
 def shared_memory(of: set[int]) -> set[Path]:
@@ -169,7 +158,7 @@ def give_back(file: Path) -> int:
         noted = dict(json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
         return 0  # none, or one that a kill has cut off
-    in_use, size, left = _mapped(living()), 0, {}
+    in_use, size, left = _mapped(psutil.pids()), 0, {}
     for name, number in noted.items():
         shared = SHARED / Path(name).name
         there = shared.stat() if shared.is_file() and any(map(shared.match, NAMES)) else None
@@ -184,11 +173,12 @@ def give_back(file: Path) -> int:
     return size
 
 
-def _mapped(by: Iterable[Status]) -> set[Path]:
+def _mapped(by: Iterable[int]) -> set[Path]:
+    """The shared memory that processes have mapped; psutil reads smaps for it, which is slow."""
     found = set()
-    for process in by:
+    for pid in by:
         try:
-            lines = (process.path / "maps").read_text().splitlines()
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         except OSError:
             continue
         found |= {Path(line.split()[-1]) for line in lines if str(SHARED) in line}

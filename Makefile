@@ -12,7 +12,7 @@ setup: ## build .venv when it is missing or out of date
 	@$(PYTHON) scripts/bootstrap.py
 
 demo: setup ## run the whole pipeline on SmolLM2-135M-Instruct
-	@$(BIN)/python -m spec_compat.demo
+	@$(BIN)/python -m examples.demo
 
 serving: ## build .venv-serve, whose vLLM serves heads on a CPU (Python 3.11 or newer)
 	@$(PYTHON) scripts/bootstrap.py serve
@@ -39,7 +39,7 @@ lint: setup ## check style, types and import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy patches scripts
+	$(BIN)/mypy patches scripts examples
 	$(BIN)/lint-imports
 
 clean: ## remove both environments, build outputs and caches; runs/ stays

@@ -167,7 +167,7 @@ def verifier(given: argparse.Namespace) -> tuple[Path, bool]:
     if given.model:
         return given.model, False
     if given.geometry == "smollm2":
-        from spec_compat.demo import model
+        from examples.demo import model
 
         return model.verifier(), False
     path = given.scratch / given.geometry

@@ -57,8 +57,8 @@ def main() -> int:
 
 
 def run_case(given: argparse.Namespace) -> None:
-    from spec_compat.demo import __main__ as demo
-    from spec_compat.demo import answers, model
+    from examples.demo import __main__ as demo
+    from examples.demo import answers, model
 
     verifier = model.verifier()
     options = {

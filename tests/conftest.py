@@ -58,7 +58,7 @@ def mini_kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    from spec_compat.demo import model
+    from examples.demo import model
 
     return model.verifier()
 

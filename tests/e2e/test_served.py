@@ -40,7 +40,7 @@ def serving() -> Path:
 @pytest.fixture(scope="module")
 def trained(cli: Command, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run on the verifier's own answers to the demo's prompts."""
-    from spec_compat.demo import answers
+    from examples.demo import answers
 
     run = tmp_path_factory.mktemp("served") / "run"
     data = answers.conversations(smollm2)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from spec_compat.demo import model
+from examples.demo import model
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 ASK = """
 import json, sys
 from pathlib import Path
-from spec_compat.demo.answers import answer
+from examples.demo.answers import answer
 text, = answer(Path(sys.argv[1]), (sys.argv[2],))
 Path(sys.argv[3]).write_text(json.dumps(text))
 """

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from spec_compat.demo import STOPPED, answers, model
-from spec_compat.demo.__main__ import serving
+from examples.demo import STOPPED, answers, model
+from examples.demo.__main__ import serving
 
 
 def test_there_are_150_different_prompts() -> None:
@@ -82,7 +82,7 @@ except KeyboardInterrupt:
 def test_ctrl_c_is_one_line_of_what_was_stopped(first: str, code: int, said: str) -> None:
     script = f"""
 import sys, time
-from spec_compat.demo import __main__ as demo
+from examples.demo import __main__ as demo
 demo.model.verifier, demo.answers.conversations = {first}, lambda verifier: None
 demo._pipeline = lambda *options: [sys.executable, "-c", {STEP!r}]
 sys.exit(demo.guarded())

@@ -1,6 +1,6 @@
 """Convert the verifier, let it answer the prompts, run the pipeline on the answers.
 
-python -m spec_compat.demo [--output DIR] [--epochs N] [any other option of run-pipeline]
+python -m examples.demo [--output DIR] [--epochs N] [any other option of run-pipeline]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from spec_compat.demo import STOPPED, answers, model
+from examples.demo import STOPPED, answers, model
 from spec_compat.errors import UserError
 from spec_compat.pipeline.system import processes
 
@@ -28,7 +28,7 @@ STARTED = time.monotonic()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m spec_compat.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR")
     parser.add_argument("--epochs", type=int, default=EPOCHS, metavar="N")
     options, others = parser.parse_known_args()

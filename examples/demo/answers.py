@@ -1,6 +1,6 @@
 """The verifier's own greedy answers to the demo's prompts, as conversations.
 
-    python -m spec_compat.demo.answers MODEL OUTPUT
+    python -m examples.demo.answers MODEL OUTPUT
 
 Runs in a process of its own, so that vLLM's memory is free again when the pipeline starts.
 """
@@ -11,10 +11,9 @@ import hashlib
 import json
 import os
 import sys
-from importlib import resources
 from pathlib import Path
 
-from spec_compat.demo import STOPPED, model
+from examples.demo import STOPPED, model
 from spec_compat.pipeline.system import processes
 
 MAX_TOKENS = 80  # of an answer; the demo is to end within six minutes on two cores
@@ -23,8 +22,8 @@ KV_CACHE_GIB = "2"
 
 
 def prompts() -> tuple[str, ...]:
-    """The 150 prompts that ship with the package."""
-    lines = resources.files("spec_compat.demo").joinpath("prompts.jsonl").read_text("utf-8")
+    """The 150 prompts of prompts.jsonl."""
+    lines = Path(__file__).with_name("prompts.jsonl").read_text("utf-8")
     return tuple(json.loads(line)["prompt"] for line in lines.splitlines())
 
 

@@ -30,7 +30,7 @@ from spec_compat.versions import Environment, Release
 _PARAMETER = re.compile(r"[*\w]+(?:=[^,)]*)?")
 GENERATOR = "speculators.data_generation.vllm_hidden_states_generator"
 WORKER = "speculators.data_generation.custom_worker"
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 SNAPSHOTS = ROOT / "tests" / "contract" / "snapshots"
 PATCHES = ROOT / "patches"
 
@@ -43,7 +43,7 @@ def releases(package: str) -> list[str]:
 
 @cache
 def snapshot(package: str, release: str) -> dict[str, Any]:
-    """What scripts/snapshot_upstream.py wrote."""
+    """What `python -m tests.contract.upstream` wrote."""
     content: dict[str, Any] = json.loads((SNAPSHOTS / f"{package}-{release}.json").read_text())
     return content
 

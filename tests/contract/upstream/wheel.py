@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 from typing import IO
 
-CACHE = Path(__file__).resolve().parent.parent / ".cache" / "upstream"
+CACHE = Path(__file__).resolve().parents[3] / ".cache" / "upstream"
 BLOCK = 1 << 20
 
 

@@ -1,8 +1,8 @@
 """Snapshots of what speculators and the patches reach in vLLM, taken without importing either.
 
-    python scripts/snapshot_upstream.py vllm 0.33.0 ...         # into tests/contract/snapshots
-    python scripts/snapshot_upstream.py speculators 0.4.0.1 ...
-    python scripts/snapshot_upstream.py --report 0.34.0 0.33.0  # what moved, which patch to open
+    python -m tests.contract.upstream.take vllm 0.33.0 ...         # into tests/contract/snapshots
+    python -m tests.contract.upstream.take speculators 0.4.0.1 ...
+    python -m tests.contract.upstream.take --report 0.34.0 0.33.0  # what moved, which patch to open
 
 What is looked at: the names that speculators' data generation and the patches import from vLLM,
 and REACHED, which they get to by way of objects. A snapshot maps `module:name` to its kind, its
@@ -25,15 +25,15 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-import contract
 import griffe
 from packaging.requirements import Requirement
 from packaging.version import Version
-from wheel_sources import fetch
 
 from spec_compat.support import support
+from tests.contract.upstream import pair as contract
+from tests.contract.upstream.wheel import fetch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 SNAPSHOTS = ROOT / "tests" / "contract" / "snapshots"
 LINES = support().releases("speculators")
 GENERATION = ("data_generation/vllm_hidden_states_generator.py", "data_generation/custom_worker.py")

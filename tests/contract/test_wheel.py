@@ -1,8 +1,7 @@
-"""scripts/wheel_sources.py takes the sources out of a wheel, and no more than it needs."""
+"""The sources are taken out of a wheel, and no more than is needed."""
 
 from __future__ import annotations
 
-import importlib
 import random
 import re
 import threading
@@ -15,7 +14,8 @@ from types import ModuleType
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from tests.contract.upstream import wheel as module
+
 SOURCE = "def answer():\n    return 42\n"
 
 
@@ -58,8 +58,6 @@ def serving(content: bytes, ranges: bool) -> Iterator[Server]:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
-    module = importlib.import_module("wheel_sources")
     monkeypatch.setattr(module, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(module, "BLOCK", 1 << 12)
     return module

@@ -1,0 +1,1 @@
+"""Upstream releases as snapshots: taken out of published wheels, and put together in pairs."""

@@ -23,23 +23,22 @@ test: lint ## run lint and the whole test suite, live tests included
 	@$(PYTEST) tests/live tests/e2e tests/faults
 
 matrix: setup ## run every pair of releases and keep what was seen in support.toml
-	@$(BIN)/python scripts/matrix.py
+	@$(BIN)/python -m scripts.matrix
 
 faults: setup ## kill runs at 100 points, fail disks, flip bytes
 	@FAULT_POINTS=100 $(BIN)/python -m pytest tests/faults
 
 bench: setup ## measure extraction, loader, storage and import into runs/bench; half an hour
 	@mkdir -p runs/bench
-	@$(BIN)/python scripts/bench_extract.py --rows 24 --length 500 --cases raw+extract+shards+fp8+zstd --json runs/bench/extract.json
-	@$(BIN)/python scripts/bench_loader.py --rows 128 --length 500 --cases speculators+rows+shards+fp8+zstd --json runs/bench/loader.json
-	@$(BIN)/python scripts/bench_storage.py --json runs/bench/storage.json
-	@$(BIN)/python scripts/bench_import.py --json runs/bench/import.json
+	@$(BIN)/python -m scripts.bench_extract --rows 24 --length 500 --cases raw+extract+shards+fp8+zstd --json runs/bench/extract.json
+	@$(BIN)/python -m scripts.bench_loader --rows 128 --length 500 --cases speculators+rows+shards+fp8+zstd --json runs/bench/loader.json
+	@$(BIN)/python -m scripts.bench_storage --json runs/bench/storage.json
+	@$(BIN)/python -m scripts.bench_import --json runs/bench/import.json
 
 lint: setup ## check style, types and import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy patches scripts examples
 	$(BIN)/lint-imports
 
 clean: ## remove both environments, build outputs and caches; runs/ stays

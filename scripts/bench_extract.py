@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Extraction to the disk against vLLM's own prefill, and against the other ways, on the same rows.
 
-    python scripts/bench_extract.py --geometry smollm2 --rows 8 --length 500
-    PYTHONPATH=SITE python scripts/bench_extract.py --geometry qwen3-8b --rows 64 --length 2047
+    python -m scripts.bench_extract --geometry smollm2 --rows 8 --length 500
+    PYTHONPATH=SITE python -m scripts.bench_extract --geometry qwen3-8b --rows 64 --length 2047
 
 Cases, each in a process of its own; the first five can be joined by a plus, as raw+extract, and
 are then measured in turns, so that what else the machine does meets all of them alike:
@@ -32,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import measure
+from scripts import measure
 
 CASES = (
     "raw", "extract", "shards", "fp8", "zstd", "memory",

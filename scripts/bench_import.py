@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What `import spec_compat` and arming the patches cost, in milliseconds.
 
-    python scripts/bench_import.py
+    python -m scripts.bench_import
 
 Each figure is the median of fresh processes; Python's own start is left out.
 """
@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 
-import measure
+from scripts import measure
 
 CASES = ("import", "arm")
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Batches for the trainer, and the trainer on them, against speculators' own dataset and loader.
 
-    python scripts/bench_loader.py --hidden-size 576 --rows 200 --length 500
+    python -m scripts.bench_loader --hidden-size 576 --rows 200 --length 500
 
 Cases over the same rows of random states in four layers; those joined by a plus run in one process,
 in turns:
@@ -28,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import measure
+from scripts import measure
 
 STORED = ("speculators", "rows", "shards", "fp8", "zstd")
 TRAINED = ("train-speculators", "train-rows", "train-fp8")
@@ -191,8 +191,9 @@ def verifier(given: argparse.Namespace, directory: Path) -> Path:
     """What a head takes from its verifier, and a mapping of every token that it can draft."""
     import numpy as np
     import torch
-    from bench_extract import write_model
     from safetensors.torch import save_file
+
+    from scripts.bench_extract import write_model
 
     width, tokens = given.hidden_size, given.vocab_size
     head_dim = 128 if width >= 2048 else 64

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What each storage takes on the disk, and what a head learns from it: a run of the pipeline each.
 
-    python scripts/bench_storage.py --epochs 3
+    python -m scripts.bench_storage --epochs 3
 
 The demo's verifier (SmolLM2-135M) and its own answers to the demo's prompts, the same seed in all
 cases. On held-out rows: `accepted_k` is the share of positions at which the first k+1 drafted
@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 
-import measure
+from scripts import measure
 
 CASES = {
     "rows": (),

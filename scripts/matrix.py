@@ -1,6 +1,6 @@
 """Run every pair of releases for real, with the patches and without, and keep what was seen.
 
-    python scripts/matrix.py [--vllm RELEASE ...] [--speculators RELEASE ...] [--again]
+    python -m scripts.matrix [--vllm RELEASE ...] [--speculators RELEASE ...] [--again]
 
 Each release of vLLM gets an environment of its own, with the CPU wheel, which is removed after its
 pairs have run; uv's cache is shared, so that a torch is downloaded once. What transformers says the
@@ -27,10 +27,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import bootstrap
-import support_table
 from packaging.version import Version
 
+from scripts import bootstrap, support_table
 from spec_compat import registry
 from spec_compat.support import Pair, support
 
@@ -96,7 +95,6 @@ def oracles(directory: Path, names: Sequence[str] = tuple(LENGTHS)) -> list[Path
     """Tiny models with what transformers says their hidden states are, beside them."""
     import torch
 
-    sys.path.insert(0, str(ROOT))
     from tests import tiny_models
     from tests.live.zoo import ZOO
     from tests.live.zoo_oracle import streams

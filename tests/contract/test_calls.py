@@ -1,6 +1,6 @@
 """Every call that speculators makes binds on every vLLM release, once the patches have adapted it.
 
-Built out of snapshots (scripts/contract.py): nothing is imported but the patches themselves.
+Both are built out of snapshots (tests/contract/upstream): only the patches are imported.
 """
 
 from __future__ import annotations
@@ -8,23 +8,24 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-import contract
 import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from spec_compat import registry
 from spec_compat.patching import Verdict
+from tests.contract.upstream.pair import Pair
+from tests.contract.upstream.snapshots import releases
 
-PAIRS = [(s, v) for s in contract.releases("speculators") for v in contract.releases("vllm")]
+PAIRS = [(s, v) for s in releases("speculators") for v in releases("vllm")]
 BY_RUNNING = {"train/loss-mask-shift"}  # its probe runs speculators' code, which is not here
 # Where speculators' calls bind without any patch: the releases that it was made for.
 MADE_FOR = {"0.3.0": "==0.11.0", "0.4.0": ">=0.12,<0.17", "0.4.0.1": ">=0.12,<0.17"}
 
 
 @cache
-def pair(speculators: str, vllm: str, patched: bool = True) -> contract.Pair:
-    return contract.Pair(speculators, vllm, patched)
+def pair(speculators: str, vllm: str, patched: bool = True) -> Pair:
+    return Pair(speculators, vllm, patched)
 
 
 @pytest.mark.parametrize(("speculators", "vllm"), PAIRS)
@@ -57,6 +58,6 @@ def test_every_patch_of_speculators_is_met_somewhere() -> None:
 
 def test_no_module_of_the_snapshots_stays_behind() -> None:
     before = dict(sys.modules)
-    contract.Pair("0.3.0", "0.16.0")
+    Pair("0.3.0", "0.16.0")
     assert {name for name in sys.modules if name not in before} == set()
     assert all(sys.modules[name] is module for name, module in before.items())

@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import contract
 import pytest
-import snapshot_upstream
 
-OLD, NEW = contract.releases("vllm")[-1], "0.99.0"
+from tests.contract.upstream import snapshots
+from tests.contract.upstream.__main__ import main
+from tests.contract.upstream.report import report
+from tests.contract.upstream.snapshots import releases
+
+OLD, NEW = releases("vllm")[-1], "0.99.0"
 REQUEST = "vllm.v1.request:Request"
 LOAD = "vllm.config:LoadConfig"
 HASHER = "vllm.v1.core.kv_cache_utils:init_none_hash"
@@ -23,10 +26,10 @@ Changed = Callable[[Callable[[dict[str, Any]], None]], None]
 @pytest.fixture
 def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Changed]:
     """Makes up a release that is the newest one but for what the argument changes."""
-    for file in contract.SNAPSHOTS.glob("*.json"):
+    for file in snapshots.SNAPSHOTS.glob("*.json"):
         if file.stem == f"vllm-{OLD}" or file.stem.startswith("speculators"):
             shutil.copy(file, tmp_path)
-    monkeypatch.setattr(contract, "SNAPSHOTS", tmp_path)
+    monkeypatch.setattr(snapshots, "SNAPSHOTS", tmp_path)
 
     def change(alter: Callable[[dict[str, Any]], None]) -> None:
         content = json.loads((tmp_path / f"vllm-{OLD}.json").read_text())
@@ -34,12 +37,12 @@ def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Changed
         (tmp_path / f"vllm-{NEW}.json").write_text(json.dumps(content))
 
     yield change
-    contract.snapshot.cache_clear()
+    snapshots.snapshot.cache_clear()
 
 
 def test_a_release_in_which_nothing_moved_is_a_line(release: Changed) -> None:
     release(lambda content: None)
-    assert list(contract.report(NEW, OLD)) == [f"vLLM {OLD} -> {NEW}"]
+    assert list(report(NEW, OLD)) == [f"vLLM {OLD} -> {NEW}"]
 
 
 def test_what_moved_is_named_with_the_patch_file_to_open(release: Changed) -> None:
@@ -50,11 +53,11 @@ def test_what_moved_is_named_with_the_patch_file_to_open(release: Changed) -> No
         content["symbols"][HASHER]["signature"] = "(hash_fn, seed)"
 
     release(alter)
-    said = list(contract.report(NEW, OLD))
+    said = list(report(NEW, OLD))
     assert f"  gone     {LOAD}" in said
     assert f"  changed  {REQUEST}.__init__: -arrival_time=None" in said
     assert f"  changed  {HASHER}: +seed" in said
-    for line in contract.releases("speculators"):
+    for line in releases("speculators"):
         (request,) = (
             text for text in said if text.startswith(f"speculators {line}:") and " Request" in text
         )
@@ -69,8 +72,8 @@ def test_a_patch_whose_verdict_changes_is_named(release: Changed) -> None:
         made["__init__"] = made["__init__"].replace(")", ", eos_token_id=None)")
 
     release(alter)
-    changed = [text for text in contract.report(NEW, OLD) if "patches/extract/request.py" in text]
-    assert len(changed) == len(contract.releases("speculators"))
+    changed = [text for text in report(NEW, OLD) if "patches/extract/request.py" in text]
+    assert len(changed) == len(releases("speculators"))
     assert all("needed -> already fixed" in text for text in changed)
 
 
@@ -78,8 +81,8 @@ def test_the_report_ends_with_the_row_for_support(
     release: Changed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     release(lambda content: content["requires"].update(torch="==2.99.0+cpu"))
-    monkeypatch.setattr(sys, "argv", ["snapshot_upstream.py", "--report", NEW, OLD])
-    snapshot_upstream.main()
+    monkeypatch.setattr(sys, "argv", ["upstream", "--report", NEW, OLD])
+    main()
     printed = capsys.readouterr().out
     assert f'[[vllm]]\nversion = "{NEW}"\n' in printed
     assert 'torch = "2.99.0"' in printed
@@ -98,11 +101,11 @@ def test_what_is_not_there_is_one_line_and_nothing_is_written(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before = sorted(contract.SNAPSHOTS.iterdir())
+    before = sorted(snapshots.SNAPSHOTS.iterdir())
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setattr(sys, "argv", ["snapshot_upstream.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["upstream", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        snapshot_upstream.main()
+        main()
     assert says in f"{stopped.value} {capsys.readouterr().err}"
     assert stopped.value.code
-    assert sorted(contract.SNAPSHOTS.iterdir()) == before
+    assert sorted(snapshots.SNAPSHOTS.iterdir()) == before

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-import contract
 import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from spec_compat import registry, versions
 from spec_compat.support import support
+from tests.contract.upstream.snapshots import PATCHES, imports, releases, snapshot
 
-RELEASES = contract.releases("vllm")
+RELEASES = releases("vllm")
 Holds = Callable[[Mapping[str, Any]], bool]
 
 
@@ -116,7 +116,7 @@ NAMED = {
 @pytest.mark.parametrize(("patch_id", "release"), CLAIMS)
 def test_what_a_patch_says_began_with_a_release_did(patch_id: str, release: str) -> None:
     holds = CLAIMS[patch_id, release]
-    found = [other for other in RELEASES if holds(contract.snapshot("vllm", other))]
+    found = [other for other in RELEASES if holds(snapshot("vllm", other))]
     assert found == [other for other in RELEASES if Version(other) >= Version(release)]
 
 
@@ -140,28 +140,28 @@ def test_where_a_range_begins_or_ends_something_began() -> None:
 
 
 def test_what_a_patch_imports_from_vllm_is_in_a_snapshot() -> None:
-    found = contract.imports(contract.PATCHES.rglob("*.py"))
+    found = imports(PATCHES.rglob("*.py"))
     names = {f"{module}:{name}" for module, name in found}
-    taken = {name for release in RELEASES for name in contract.snapshot("vllm", release)["symbols"]}
-    assert names <= taken  # else: scripts/snapshot_upstream.py vllm ...
+    taken = {name for release in RELEASES for name in snapshot("vllm", release)["symbols"]}
+    assert names <= taken  # else: python -m tests.contract.upstream vllm ...
 
 
 def test_there_is_a_snapshot_of_every_release_that_is_known_and_of_no_other() -> None:
     for package in ("speculators", "vllm"):
         rows = getattr(support(), package)
         known = [release for row in rows for release in (row["version"], *row.get("same", ()))]
-        assert sorted(known, key=Version) == contract.releases(package)
+        assert sorted(known, key=Version) == releases(package)
 
 
 def test_support_asks_for_what_the_wheels_ask_for() -> None:
     for row in support().vllm:
-        taken = contract.snapshot("vllm", row["version"])
+        taken = snapshot("vllm", row["version"])
         torch = re.sub(r"==|\+cpu", "", taken["requires"]["torch"])
         found = (taken["python"], torch, taken["requires"]["transformers"])
         assert (row["python"], row["torch"], row["transformers"]) == found, row["version"]
         assert taken["torch_cuda"] == f"=={row['torch_cuda']}", row["version"]
     for row in support().speculators:
-        taken = contract.snapshot("speculators", row["version"])
+        taken = snapshot("speculators", row["version"])
         for name, specifier in taken["requires"].items():
             assert set(row[name].split(",")) == set(specifier.split(",")), row["version"]
 
@@ -177,13 +177,13 @@ def test_patch_releases_stand_with_another_exactly_where_they_do_not_differ_from
 
 
 def reached(release: str) -> tuple[Any, ...]:
-    taken = contract.snapshot("vllm", release)
+    taken = snapshot("vllm", release)
     return taken["symbols"], taken["facts"], taken["config_forbids"]
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_capture_finds_what_it_reads(release: str) -> None:
-    taken = contract.snapshot("vllm", release)
+    taken = snapshot("vllm", release)
     reads = {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "input_batch requests execute_model",
         "vllm.v1.worker.gpu_input_batch:InputBatch": "req_ids",
@@ -211,9 +211,9 @@ def test_serving_names_the_first_release_that_implements_eagle3_for_a_verifier()
     """Or the one that no longer compares the model_type with a list."""
     for release, architectures in versions.table("serving.toml")["architectures"].items():
         before = RELEASES[max(RELEASES.index(release) - 1, 0)]
-        assert set(architectures) <= set(contract.snapshot("vllm", release)["eagle3"]), release
+        assert set(architectures) <= set(snapshot("vllm", release)["eagle3"]), release
         if release not in ("0.11.0", "0.22.0"):
-            earlier = set(architectures) & set(contract.snapshot("vllm", before)["eagle3"])
+            earlier = set(architectures) & set(snapshot("vllm", before)["eagle3"])
             assert not earlier, (release, earlier)
 
 
@@ -229,7 +229,7 @@ def test_serving_knows_every_verifier_of_the_newest_release() -> None:
     """A head for one that it does not know would be called unserved."""
     named = {
         name
-        for name in contract.snapshot("vllm", RELEASES[-1])["eagle3"]
+        for name in snapshot("vllm", RELEASES[-1])["eagle3"]
         if name.endswith(("ForCausalLM", "ForConditionalGeneration"))
         and not name.startswith(DRAFTS_AND_BACKENDS)
     }

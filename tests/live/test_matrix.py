@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from scripts import matrix
 from tests.tiny_models import write_conversations
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-import matrix
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 

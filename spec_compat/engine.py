@@ -20,7 +20,6 @@ from spec_compat.changes import ABSENT, LOADED, Change, commit, locate, prepare,
 from spec_compat.errors import RequiredPatchMissing, TargetMoved
 from spec_compat.patching import Patch, Scope, Verdict
 from spec_compat.report import IN_PLACE, Outcome, Report, State, append, role
-from spec_compat.support import LINES, support
 
 log = logging.getLogger("spec_compat")
 
@@ -33,7 +32,8 @@ def strict() -> bool:
 class Engine:
     """The patches of one process: their outcomes, and the changes behind them.
 
-    The public methods are those of the package, and documented there.
+    The public methods are those of the package, and documented there; all but `arm` are called
+    after it. `releases` are those that were found when it was armed, None before.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,14 @@ class Engine:
         self._outcomes: dict[str, Outcome] = {}
         self._reported: dict[str, Outcome] = {}
         self._environment: dict[str, str] = {}
+        self.releases: versions.Environment | None = None
         self._pid = 0
         os.register_at_fork(after_in_child=self._after_fork)
 
     def arm(self) -> Report:
-        if self._environment:
+        if self.releases:
             return self.report()
-        hooks.before((), self.arm)  # to look for vLLM's release is not to import it
+        hooks.disarm()
         self._plan()
         for patch in list(self._waiting.values()):
             hooks.watch(patch.module, partial(self._imported, patch.module))
@@ -60,8 +61,6 @@ class Engine:
         return self._flush()
 
     def report(self) -> Report:
-        if not self._environment:
-            return self.arm()
         self._catch_up()
         for patch in self._patches.values():
             self._verify(patch)
@@ -83,8 +82,6 @@ class Engine:
             raise RequiredPatchMissing("\n".join(["patches that must be in place are not:", *rows]))
 
     def undo(self, *ids: str) -> None:
-        if not self._environment:
-            self.arm()
         chosen = {registry.get(patch_id).id for patch_id in ids} or set(self._patches)
         for patch_id in reversed([*self._waiting, *self._changes]):
             if patch_id in chosen:
@@ -92,25 +89,20 @@ class Engine:
         self._flush()
 
     def _plan(self) -> None:
-        names = {"vllm", "speculators"}.union(*(patch.when for patch in registry.patches()))
+        names = set(versions.PAIR).union(*(patch.when for patch in registry.patches()))
         environment = versions.detect(sorted(names))
         planned = registry.plan(environment)
         self._patches = {item.patch.id: item.patch for item in planned}
         self._waiting = {item.patch.id: item.patch for item in planned if item.applies}
         for item in planned:
             state: State = "armed" if item.applies else "failed" if item.undecided else "skipped"
-            asked = item.undecided and item.reason.startswith(LINES)  # once, below
-            self._record(item.patch, state, item.reason, quiet=asked)
+            self._record(item.patch, state, item.reason, quiet=item.undecided in versions.PAIR)
         for line in registry.overrides():
             log.warning(line)
-        if role() == "driver":
-            known = support()
-            there = [name for name in LINES if name in environment.releases]
-            for line in known.unusable(environment, there) + known.assumptions(environment):
-                log.warning(line)
         found = {name: str(release) for name, release in environment.releases.items()}
         python = ".".join(map(str, sys.version_info[:3]))
         self._environment = {"spec_compat": __version__, "python": python, **found}
+        self.releases = environment
 
     def _imported(self, name: str, module: ModuleType) -> None:
         """The hook after an import. If it raised, the import would fail."""

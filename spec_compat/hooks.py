@@ -32,6 +32,14 @@ def before(names: tuple[str, ...], action: Callable[[], object]) -> None:
     _trigger.actions = dict.fromkeys(names, action)
 
 
+def disarm() -> None:
+    """Forget the action of `before`: what it is for is done, or is done later by the caller.
+
+    Looking for a release asks the finders for its package, and is not to import it.
+    """
+    _trigger.actions = {}
+
+
 def imported(name: str) -> ModuleType | None:
     """The module, if it is imported to its end; None if it is absent or half-imported."""
     module = sys.modules.get(name)

@@ -22,13 +22,14 @@ from spec_compat.versions import SOURCES, Environment, matches
 class Planned:
     """Whether a patch's specifiers nominate it for an environment, and why.
 
-    `undecided`: it does not apply because a package does not know its release, which is a problem.
+    `undecided` names the package whose release is unknown, because of which the patch does not
+    apply: a problem. It is empty where the decision could be made.
     """
 
     patch: Patch
     applies: bool
     reason: str
-    undecided: bool = False
+    undecided: str = ""
 
 
 @cache
@@ -106,11 +107,12 @@ def _planned(
         if release is None:
             return Planned(patch, False, f"{name} is not installed")
         if release.version is None:
-            unknown = f"{name} does not know its release ({release.raw})"
+            unknown = name
         elif not matches(release.version, specifier):
             return Planned(patch, False, f"{name} {release.version} is not in {specifier}")
     if unknown:
-        return Planned(patch, False, unknown, undecided=True)
+        reason = f"{unknown} does not know its release ({environment.releases[unknown].raw})"
+        return Planned(patch, False, reason, undecided=unknown)
     named = [f"{name} {environment.releases[name]}" for name in patch.when]
     return Planned(patch, True, f"for {', '.join(named)}")
 

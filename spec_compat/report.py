@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -22,7 +22,6 @@ State = Literal[
     "skipped", "armed", "pending", "applied", "not-needed",
     "moved", "foreign", "failed", "lost", "undone",
 ]  # fmt: skip
-SCHEMA = 1
 REGISTRY = "vllm.model_executor.models.registry"
 IN_PLACE = frozenset[State]({"applied", "not-needed"})
 WRONG = frozenset[State]({"pending", "moved", "foreign", "failed", "lost"})
@@ -83,16 +82,13 @@ class Report:
             first.setdefault(replace(outcome, pid=0, role=kind, time=0.0), outcome)
         return tuple(first.values())
 
-    def ok(self, scope: Scope | None = None, stage: str | None = None) -> bool:
-        """Whether every required patch (of a scope, of a stage) is in place.
-
-        A patch is in place when some process has it applied or did not need it and none has it in a
-        wrong state. Patches that are not nominated are not asked for; no outcome at all is not ok.
-        """
-        asked = [outcome for outcome in self.outcomes if outcome.is_asked_for(scope, stage)]
-        there = {outcome.id for outcome in asked if outcome.state in IN_PLACE}
-        wrong = any(outcome.is_problem for outcome in asked)
-        return bool(self.outcomes) and {o.id for o in asked} <= there and not wrong
+    def processes_with(self, ids: Set[str]) -> tuple[int, ...]:
+        """The process ids of those child processes that have all these patches in place."""
+        there = dict[int, set[str]]()
+        for outcome in self.outcomes:
+            if outcome.role != "driver" and outcome.state in IN_PLACE:
+                there.setdefault(outcome.pid, set()).add(outcome.id)
+        return tuple(pid for pid, found in there.items() if ids <= found)
 
     def summary(self) -> str:
         """One line: releases, counts by state, problems, process."""
@@ -105,21 +101,6 @@ class Report:
             f"spec_compat {found['spec_compat']}: vLLM {found['vllm']}, "
             f"speculators {found['speculators']}: {', '.join(counts)} ({roles})"
         )
-
-    def to_json(self) -> str:
-        """The report as a JSON object; `from_json` reads it back."""
-        outcomes = [asdict(outcome) for outcome in self.outcomes]
-        content = {"schema": SCHEMA, "environment": self.environment, "outcomes": outcomes}
-        return json.dumps(content, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        """Read what `to_json` wrote. Raises ValueError for another schema."""
-        content = json.loads(text)
-        if content.get("schema") != SCHEMA:
-            raise ValueError(f"report schema {content.get('schema')}, expected {SCHEMA}")
-        outcomes = tuple(Outcome(**outcome) for outcome in content["outcomes"])
-        return cls(content["environment"], outcomes)
 
     @classmethod
     def merge(cls, directory: str | Path) -> Report:

@@ -15,10 +15,9 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from spec_compat.versions import Environment, Release, matches, parse, table
+from spec_compat.versions import PAIR, Environment, Release, matches, parse, table
 
 Status = Literal["supported", "fails", "static only", "impossible"]
-LINES = ("speculators", "vllm")
 GENERATOR_GONE = Version("0.5")
 
 
@@ -100,7 +99,7 @@ class Support:
 
     def installed(self, environment: Environment) -> Pair | None:
         """What is known of the two releases that are installed; None unless both are known."""
-        speculators, vllm = (self.counts_as(package, environment) for package in LINES)
+        speculators, vllm = (self.counts_as(package, environment) for package in PAIR)
         if not (speculators and vllm):
             return None
         pair, release = self.pair(speculators, vllm), environment.releases["vllm"].version
@@ -119,7 +118,7 @@ class Support:
             found.warnings.append(str(pair))
         return found
 
-    def unusable(self, environment: Environment, packages: Iterable[str] = LINES) -> list[str]:
+    def unusable(self, environment: Environment, packages: Iterable[str] = PAIR) -> list[str]:
         """A line for each of the packages that counts as no known release."""
         lines = [self._unusable(package, environment) for package in packages]
         return [line for line in lines if line]
@@ -148,15 +147,20 @@ class Support:
             )
         return ""
 
+    def doubts(self, environment: Environment) -> list[str]:
+        """A line for each installed package that is no known release, or is taken for another."""
+        there = [package for package in PAIR if package in environment.releases]
+        return self.unusable(environment, there) + self.assumptions(environment)
+
     def _is_newer(self, environment: Environment) -> bool:
         """Whether a release is newer than all that are known: what is known is of another pair."""
-        found = {package: environment.releases[package].version for package in LINES}
+        found = {package: environment.releases[package].version for package in PAIR}
         return any(v and v > Version(self.releases(package)[-1]) for package, v in found.items())
 
     def assumptions(self, environment: Environment) -> list[str]:
         """A line for each package whose build is no known release: which one it is taken for."""
         lines = []
-        for package in LINES:
+        for package in PAIR:
             known = self.counts_as(package, environment)
             newest = self.releases(package)[-1]
             if known:

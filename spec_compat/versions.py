@@ -29,6 +29,8 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "transformers": ("transformers",),
 }
+# The two packages that have to fit together.
+PAIR = ("speculators", "vllm")
 _ASSIGNED = re.compile(r"""^(?:__version__|version)\s*=(?:\s*\w+\s*=)?\s*['"](.+?)['"]""", re.M)
 _METADATA = re.compile(r"^Version: *(\S+)", re.M)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from spec_compat import hooks, plugin
+from spec_compat import hooks
 from spec_compat.cli import doctor as checkup
 from spec_compat.cli import execute, patches
 from spec_compat.cli.options import with_run_options
@@ -159,7 +159,7 @@ def execute_script(
 
 def _guarded(command: Callable[[], int | None], resumable: bool = True) -> None:
     """Exit code 2 with one line for what the user can mend, 1 for a crash of a stage."""
-    hooks.before((), plugin.register)  # to look for a release is not to import it; `exec` arms
+    hooks.disarm()  # `exec` arms by itself
     try:
         with processes.stopped_once() if resumable else nullcontext():
             code = command()

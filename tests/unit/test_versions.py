@@ -67,7 +67,7 @@ def test_ranges_that_meet_leave_no_hole_and_do_not_overlap(
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only entry of sys.path, empty at first."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.setattr(hooks._trigger, "actions", {})
+    hooks.disarm()
     for name in versions.SOURCES:
         monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.delenv(f"SPEC_COMPAT_ASSUME_{name.upper()}", raising=False)

@@ -20,7 +20,6 @@ from speculators.data_generation.vllm_hidden_states_generator import (
 )
 
 import spec_compat
-from spec_compat import registry, versions
 from spec_compat.errors import UserError
 from spec_compat.pipeline.head import targets
 from spec_compat.pipeline.inputs import verifier
@@ -34,7 +33,7 @@ from spec_compat.pipeline.run.stage import Job, Result
 from spec_compat.pipeline.stages.prefill import Prefill, Step, pack
 from spec_compat.pipeline.system import atomic, disk
 from spec_compat.pipeline.system.units import size
-from spec_compat.report import IN_PLACE, Report
+from spec_compat.report import Report
 
 # Beside the states, a row has 16 bytes a token of ids and mask, and a file has its frame.
 OVERHEAD = 1.05
@@ -183,22 +182,10 @@ def _generator(job: Job) -> Iterator[Any]:
 
 def _check_workers(job: Job) -> None:
     """Every worker must have its required patches in place, or its rows may be wrong in silence."""
-    required = {
-        planned.patch.id
-        for planned in registry.plan(versions.detect())
-        if planned.applies
-        and planned.patch.stage == "extract"
-        and planned.patch.scope == "worker"
-        and planned.patch.severity == "required"
-    }
-    report = Report.merge(
-        os.environ.get("SPEC_COMPAT_REPORT_DIR", job.layout.patch_reports("extract"))
-    )
-    workers: dict[int, set[str]] = {}
-    for outcome in report.outcomes:
-        if outcome.role != "driver" and outcome.state in IN_PLACE:
-            workers.setdefault(outcome.pid, set()).add(outcome.id)
-    whole = [pid for pid, there in workers.items() if required <= there]
+    outcomes = spec_compat.report().outcomes
+    required = {outcome.id for outcome in outcomes if outcome.is_asked_for("worker", "extract")}
+    reports = os.environ.get("SPEC_COMPAT_REPORT_DIR", job.layout.patch_reports("extract"))
+    whole = Report.merge(reports).processes_with(required)
     if required and len(whole) < job.config.tensor_parallel_size:
         raise UserError(
             f"{len(whole)} of {job.config.tensor_parallel_size} vLLM workers have the patches "

@@ -18,7 +18,7 @@ from spec_compat.support import Findings, support
 from spec_compat.versions import PAIR, Environment, matches
 
 # Beside vllm and speculators, which the supported set names.
-NEEDED = ("wrapt", "torch", "transformers", "datasets", "safetensors", "numpy", "psutil")
+NEEDED = ("wrapt", "torch", "transformers", "datasets", "safetensors", "numpy", "psutil", "pynvml")
 PLUGINS = "VLLM_PLUGINS"
 
 

@@ -67,14 +67,6 @@ def test_several_workers_on_a_cpu_share_its_cores() -> None:
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
-@pytest.mark.parametrize(("devices", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,3", 2)])
-def test_gpus_are_counted_as_cuda_would(
-    devices: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
-    assert runner._visible_gpus() == count
-
-
 WORKER = "(Worker pid=7) ERROR 11-30 10:09:28 [multiproc_executor.py:783] "
 
 

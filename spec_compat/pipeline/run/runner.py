@@ -22,9 +22,9 @@ from spec_compat.pipeline.run.events import Event, Events, channel
 from spec_compat.pipeline.run.layout import STAGES, Layout, Stage
 from spec_compat.pipeline.run.manifest import Manifest, StageRecord
 from spec_compat.pipeline.run.plan import Plan
-from spec_compat.pipeline.run.servers import Room
+from spec_compat.pipeline.run.servers import ServingPause
 from spec_compat.pipeline.run.stage import TOLD_OF
-from spec_compat.pipeline.system import atomic, disk, processes
+from spec_compat.pipeline.system import atomic, disk, gpus, processes
 from spec_compat.pipeline.system.units import size
 from spec_compat.report import Report
 
@@ -85,8 +85,8 @@ def _run(plan: Plan, display: Display, first: Stage | None, last: Stage | None) 
     stages = selected(first, last)
     _read_weights(plan, display)
     _earlier(plan, layout, stages, first)  # once before the lock, which makes the directory
-    room = Room(plan.config, lambda text: display.event({"event": "note", "text": text}))
-    with manifests.locked(layout) as lock, room:
+    pause = ServingPause(plan.config, lambda text: display.event({"event": "note", "text": text}))
+    with manifests.locked(layout) as lock, pause:
         if left := processes.give_back(layout.shared):
             Shown(display).note(f"gave back {size(left)} of memory that a killed run had left")
         earlier = _earlier(plan, layout, stages, first, locked=True)
@@ -95,7 +95,7 @@ def _run(plan: Plan, display: Display, first: Stage | None, last: Stage | None) 
         manifest.sources, manifest.weights = plan.sources, plan.weights
         _save(manifest, plan, layout, display)
         for stage in stages:
-            _run_stage(stage, plan, manifest, layout, display, room, lock)
+            _run_stage(stage, plan, manifest, layout, display, pause, lock)
     return manifest
 
 
@@ -134,7 +134,7 @@ def _run_stage(
     manifest: Manifest,
     layout: Layout,
     display: Display,
-    room: Room,
+    pause: ServingPause,
     lock: int,
 ) -> None:
     earlier = manifest.model_copy(deep=True)
@@ -159,7 +159,7 @@ def _run_stage(
     manifest.stages[stage] = record
     _save(manifest, plan, layout, display)
     display.start(stage)
-    room.make(stage)
+    pause.before(stage)
     begun = time.monotonic()
     for name, value in _with_space(stage, plan, layout, display, lock).items():
         setattr(record, name, value)
@@ -266,9 +266,9 @@ def command(stage: Stage, train_gpus: int | None, root: Path, events: Path) -> l
     """What runs a stage: training on several GPUs by torchrun, a process each."""
     words = ["-m", "spec_compat.pipeline.stages", stage]
     words += ["--directory", str(root), "--events", str(events)]
-    gpus = (train_gpus or _visible_gpus()) if stage == "train" else 1
-    if gpus > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+    ranks = (train_gpus or gpus.count()) if stage == "train" else 1
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         words = [*torchrun, *words]
     return [sys.executable, *words]
 
@@ -282,18 +282,6 @@ def _environment(own: Mapping[str, str], reports: str, workers: int = 1) -> dict
     if plugins is not None and "spec_compat" not in plugins.split(","):
         environment["VLLM_PLUGINS"] = ",".join(filter(None, [plugins, "spec_compat"]))
     return environment
-
-
-def _visible_gpus() -> int:
-    """The number of GPUs, without starting CUDA in this process."""
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if devices is not None:
-        return len([device for device in devices.split(",") if device.strip() not in ("", "-1")])
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
-    listing = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def _forward(events: Iterator[Event], receive: Callable[[Event], None]) -> None:

@@ -1,4 +1,4 @@
-"""Room on the GPUs for the verifier, and the server that may be holding them.
+"""Whether the verifier fits on the GPUs, and the pause of a server that holds them.
 
 A vLLM that finds less free memory than it may take ends minutes after it was started, with a
 message that names neither the model that is being served nor how to stop it.
@@ -7,14 +7,11 @@ message that names neither the model that is being served nor how to stop it.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -23,6 +20,7 @@ from spec_compat.errors import UserError
 from spec_compat.pipeline.inputs import verifier
 from spec_compat.pipeline.run.config import ResolvedConfig, flag
 from spec_compat.pipeline.run.layout import Stage
+from spec_compat.pipeline.system.gpus import Gpu, visible
 from spec_compat.pipeline.system.units import size
 
 STAGES: tuple[Stage, ...] = ("extract", "train")
@@ -32,37 +30,28 @@ ANSWER_SECONDS = 2.0
 STOP_SECONDS = 180.0
 RESTART_SECONDS = 5.0
 UNNAMED, KEY_WANTED = "a model that it does not name", (401, 403)
-MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """Memory of a GPU in bytes."""
-
-    total: int
-    free: int
-
-
-class Room:
-    """Makes room for the stages that use GPUs; a server stopped for it is started again at exit."""
+class ServingPause:
+    """Stops a server before the stages that use GPUs, and starts it again at exit."""
 
     def __init__(self, config: ResolvedConfig, say: Callable[[str], None]) -> None:
         self._config = config
         self._say = say
         self._stopped = False
 
-    def __enter__(self) -> Room:
+    def __enter__(self) -> ServingPause:
         return self
 
-    def make(self, stage: Stage) -> None:
-        """Stop the server where a command for it is given. Raises UserError without room."""
+    def before(self, stage: Stage) -> None:
+        """Stop the server if there is a command for it. Raises UserError if nothing fits then."""
         config = self._config
         if stage not in STAGES:
             return
         if config.stop_server_cmd and not self._stopped and served(config.server_url):
             self._stop(config.stop_server_cmd)
         if stage == "extract":
-            check(config, visible())
+            check_fits(config, visible())
 
     def _stop(self, command: str) -> None:
         self._say("stopping the server")
@@ -121,7 +110,7 @@ class Room:
             self._say(f"{flag('restart_server_cmd')}: it ended with exit code {code}")
 
 
-def check(config: ResolvedConfig, gpus: list[Gpu]) -> None:
+def check_fits(config: ResolvedConfig, gpus: list[Gpu]) -> None:
     """Raises UserError when the weights do not fit, or something else holds the memory."""
     if not gpus:
         return
@@ -187,27 +176,3 @@ def _body(answer: Any) -> bytes:
         if time.monotonic() > deadline:
             raise TimeoutError
     return body
-
-
-def visible() -> list[Gpu]:
-    """The GPUs that CUDA would see, in its order, without starting it in this process."""
-    tool, devices = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if tool is None or devices in ("", "-1"):
-        return []
-    query = [tool, "--query-gpu=index,uuid,memory.total,memory.free"]
-    chosen = ["-i", devices] if devices else []
-    listing = subprocess.run(
-        [*query, "--format=csv,noheader,nounits", *chosen],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    rows = [[cell.strip() for cell in line.split(",")] for line in listing.stdout.splitlines()]
-    if listing.returncode or not all(len(row) == 4 and "".join(row[2:]).isdigit() for row in rows):
-        return []  # a part of a GPU, or one that shares the host's memory: there is no telling
-    if devices:
-        order = [name.strip() for name in devices.split(",")]
-        rows.sort(
-            key=lambda row: next((i for i, n in enumerate(order) if n in row[:2]), len(order))
-        )
-    return [Gpu(int(total) * MIB, int(free) * MIB) for *_, total, free in rows]

@@ -164,7 +164,7 @@ def _check_storage(config: RunConfig) -> None:
             raise UserError(f"--{option} {value}: only shards hold it; add --storage shards")
     if config.storage_compression == "zstd" and not zstd.available():
         raise UserError(
-            "--storage-compression zstd: this Python has no zstd; pip install zstandard"
+            "--storage-compression zstd: this Python has no zstd; pip install backports.zstd"
         )
 
 

@@ -165,12 +165,14 @@ def trainer(given: argparse.Namespace, batches: Counted, directory: Path) -> Cal
     """Speculators' trainer, on a new head for a verifier of this width."""
     from speculators.train.trainer import Trainer, TrainerConfig
 
+    from spec_compat.pipeline.inputs.verifier import Verifier
     from spec_compat.pipeline.stages.train import draft_head
 
+    model = str(verifier(given, directory / "verifier"))
     job: Any = SimpleNamespace(
+        verifier=Verifier(model),
         config=SimpleNamespace(
-            model=str(verifier(given, directory / "verifier")),
-            trust_remote_code=False,
+            model=model,
             layer_ids=(2, 4, 5, 7),
             ttt_steps=TTT_STEPS,
             num_layers=1,

@@ -15,9 +15,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from spec_compat import versions
-from spec_compat.pipeline.head import check as check_head
-from spec_compat.pipeline.head import serve
-from spec_compat.pipeline.head.check import Head
+from spec_compat.pipeline.head import releases, serve
+from spec_compat.pipeline.head.check import Head, check_head
 from spec_compat.pipeline.head.serve import Run, Served
 
 # Share of a text from which on it passes for the verifier's own.
@@ -37,14 +36,14 @@ def head(
 
     `options` are vLLM's, over those of the run that the head comes from.
     """
-    found, problems = check_head.check(directory)
+    found, problems = check_head(directory)
     content: dict[str, Any] = {"head": str(directory), "problems": problems}
     interpreter = python or Path(sys.executable)
     architectures: list[str] = []
     if not problems:
         architectures = found.config["speculators_config"]["verifier"].get("architectures") or []
     if architectures:
-        content["served_by"] = check_head.served_by(architectures)
+        content["served_by"] = releases.served_by(architectures)
     if not problems and (with_vllm or python or "vllm" in versions.detect(["vllm"]).releases):
         content["serving"] = _serving(architectures, interpreter)
     if with_vllm and not problems:
@@ -101,7 +100,7 @@ def _serving(architectures: list[str], python: Path, sure: bool = False) -> list
     release = serve.installed(python)
     if not architectures:
         return []
-    return check_head.serving_problems(architectures, release.version, release.on_cpu, sure)
+    return releases.serving_problems(architectures, release.version, release.on_cpu, sure)
 
 
 def _serve(

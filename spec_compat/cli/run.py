@@ -11,9 +11,8 @@ from rich.console import Console
 
 from spec_compat import registry, versions
 from spec_compat.errors import UserError
-from spec_compat.pipeline.head import check as check_head
-from spec_compat.pipeline.inputs import verifier as verifiers
-from spec_compat.pipeline.inputs.verifier import Weights
+from spec_compat.pipeline.head import releases
+from spec_compat.pipeline.inputs.weights import Weights
 from spec_compat.pipeline.run import config, display, manifest, runner
 from spec_compat.pipeline.run import plan as plans
 from spec_compat.pipeline.run.display import Display, closing_tables
@@ -85,15 +84,15 @@ def _print_plan(console: Console, plan: Plan, stages: tuple[Stage, ...]) -> None
     def line(name: str, text: object) -> None:
         console.print(f"{name:<12} {text}", markup=False, highlight=False, soft_wrap=True)
 
-    options, verifier = plan.config, plan.verifier
+    options, verifier, geometry = plan.config, plan.verifier, plan.verifier.geometry
     line("stages", ", ".join(stages))
     line("model", options.model)
     line(
         "",
-        f"{', '.join(verifier.architectures)}: {verifier.num_layers} layers, hidden size "
-        f"{verifier.hidden_size}, {verifier.vocab_size:,} tokens",
+        f"{', '.join(verifier.architectures)}: {geometry.num_layers} layers, hidden size "
+        f"{geometry.hidden_size}, {geometry.vocab_size:,} tokens",
     )
-    if weights := verifiers.weight_bytes(options.model):
+    if weights := verifier.weight_bytes:
         each = size(weights // options.tensor_parallel_size)
         line("", f"{size(weights)} of weights, {each} for each of its workers")
     for dataset in plan.datasets:
@@ -152,4 +151,4 @@ def _serving_problems(plan: Plan) -> list[str]:
     architectures = list(plan.verifier.architectures)
     if release is None or release.version is None or not architectures:
         return []
-    return check_head.serving_problems(architectures, release.version, on_cpu=False)
+    return releases.serving_problems(architectures, release.version, on_cpu=False)

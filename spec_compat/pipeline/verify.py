@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,8 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.head import targets
-from spec_compat.pipeline.inputs import verifier
+from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.rows import storage
 from spec_compat.pipeline.rows.index import Entry, Index
 from spec_compat.pipeline.rows.prepared import Prepared, bad_rows, fault
@@ -66,8 +66,9 @@ def verify(root: Path, samples: int = 4, progress: Progress = lambda *_: None) -
     there is no such run, or when the verifier to recompute with does not fit into memory.
     """
     layout, config = _run(root)
+    verifier = Verifier(config.model, config.trust_remote_code)
     if samples:
-        _check_memory(config)
+        _check_memory(verifier)
     found, sound = Verification(), []
     datasets = {d.name: Prepared(layout.prepared(d.name)) for d in name_datasets(config.data)}
     total = sum(map(len, datasets.values()))
@@ -96,7 +97,7 @@ def verify(root: Path, samples: int = 4, progress: Progress = lambda *_: None) -
     samples = min(samples, len(sound))
     if samples:
         chosen = random.Random(config.seed).sample(sound, samples)  # noqa: S311
-        _recompute(chosen, layout, config, found, progress)
+        _recompute(chosen, verifier, layout, config, found, progress)
     return found
 
 
@@ -149,27 +150,27 @@ def _digest(file: Path, written: int) -> str:
     return atomic.sha256(file)
 
 
-def _check_memory(config: ResolvedConfig) -> None:
-    needed = HEADROOM * verifier.weight_bytes(config.model)
+def _check_memory(verifier: Verifier) -> None:
+    needed = HEADROOM * verifier.weight_bytes
     where, free = "memory", psutil.virtual_memory().available
     if torch.cuda.is_available():
         where, free = "GPU memory", torch.cuda.mem_get_info()[0]
     if needed > free:
-        raise UserError(
-            f"--model {config.model}: to recompute rows needs {size(needed)} of {where}, "
-            f"{size(free)} are free; {WITHOUT}"
+        raise verifier.error(
+            f"to recompute rows needs {size(needed)} of {where}, {size(free)} are free; {WITHOUT}"
         )
 
 
 def _recompute(
     files: list[Path],
+    verifier: Verifier,
     layout: Layout,
     config: ResolvedConfig,
     found: Verification,
     progress: Progress,
 ) -> None:
     progress("loading the verifier", 0, len(files))
-    oracle = Oracle(config)
+    oracle = Oracle(verifier)
     allowed = FP8_MEDIAN if config.storage_dtype == "fp8" else MEDIAN
     for done, file in enumerate(files):
         row = storage.decoded(storage.load(file))
@@ -201,9 +202,9 @@ def errors(stored: Tensor, right: Tensor) -> tuple[float, float]:
 class Oracle:
     """The verifier in transformers, in the dtype of its checkpoint."""
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, verifier: Verifier) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model: Any = _loaded(config).to(self.device)
+        self.model: Any = _loaded(verifier).to(self.device)
         text = self.model.config.get_text_config()
         self.last = text.num_hidden_layers - 1
         self.has_experts = any(getattr(text, name, None) for name in EXPERTS)
@@ -224,19 +225,18 @@ class Oracle:
         return normed.cpu()
 
 
-def _loaded(config: ResolvedConfig) -> Any:
+def _loaded(verifier: Verifier) -> Any:
     """The verifier. Raises UserError where transformers, or code of its own, does not load it."""
-    model = config.model
     try:
-        return _with_code(config) if verifier.brings_code(model) else _known(model)
+        return _with_code(verifier) if verifier.brings_code else _known(verifier.name_or_path)
     except UserError:
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno:  # of the disk
             raise
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"--model {model}: transformers cannot recompute its rows ({cause}); {WITHOUT}"
+        raise verifier.error(
+            f"transformers cannot recompute its rows ({cause}); {WITHOUT}"
         ) from error
 
 
@@ -255,35 +255,33 @@ def _known(model: str) -> Any:
     return auto.from_pretrained(model, dtype="auto")
 
 
-def _with_code(config: ResolvedConfig) -> Any:
+def _with_code(verifier: Verifier) -> Any:
     """The language model of a verifier that brings code, in transformers' own class if it has one.
 
     That code may want packages that are not there, and of a wrapper only one part is needed.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    model, trust = config.model, config.trust_remote_code
-    text = verifier.text_config(model, trust)
+    text = copy.deepcopy(verifier.hf_text_config)
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     if known is None:
-        return AutoModelForCausalLM.from_pretrained(model, dtype="auto", trust_remote_code=trust)
-    weights: dict[str, Tensor] = {}
-    for file in verifier.weight_files(verifier.directory(model)):
-        weights |= load_file(file)
+        return AutoModelForCausalLM.from_pretrained(
+            verifier.name_or_path, dtype="auto", trust_remote_code=verifier.trust_remote_code
+        )
     # A wrapper puts something before the names of its language model's weights.
-    wrapper = targets.only(model, EMBEDDINGS, weights).removesuffix(EMBEDDINGS)
-    text_weights = {n.removeprefix(wrapper): w for n, w in weights.items() if n.startswith(wrapper)}
-    for name, weight in sorted(text_weights.items()):
+    wrapper = verifier.tensor(EMBEDDINGS).removesuffix(EMBEDDINGS)
+    weights: dict[str, Tensor] = {}
+    for file in verifier.weight_files:
+        tensors = load_file(file).items()
+        weights |= {n.removeprefix(wrapper): w for n, w in tensors if n.startswith(wrapper)}
+    for name, weight in sorted(weights.items()):
         if weight.dtype not in PLAIN:
-            raise UserError(
-                f"--model {model}: {wrapper}{name} is quantised, which transformers would not see; "
-                f"{WITHOUT}"
+            raise verifier.error(
+                f"{wrapper}{name} is quantised, which transformers would not see; {WITHOUT}"
             )
     loaded, told = known.from_pretrained(
-        None, config=text, state_dict=text_weights, dtype="auto", output_loading_info=True
+        None, config=text, state_dict=weights, dtype="auto", output_loading_info=True
     )
     if missing := sorted(told["missing_keys"]):  # which transformers makes up, in silence
-        raise UserError(
-            f"--model {model}: transformers finds no {missing[0]} among its weights; {WITHOUT}"
-        )
+        raise verifier.error(f"transformers finds no {missing[0]} among its weights; {WITHOUT}")
     return loaded

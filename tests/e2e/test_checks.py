@@ -266,7 +266,7 @@ def test_targets_that_are_not_the_verifiers_are_refused(
     job = stage._job(finished[0], Events())
     files = sorted((finished[0] / "gen" / "talks").glob("data_*.pt"))[:4]
     states, head = train._last_states(files), train.draft_head(job)
-    verifier = targets.Verifier(job.config.model)
+    verifier = targets.GreedyVerifier(job.verifier)
     targets.check(head, verifier, states)
 
     right = head.verifier_lm_head.weight.data

@@ -15,7 +15,8 @@ from packaging.version import Version
 import spec_compat
 from spec_compat.cli import check
 from spec_compat.pipeline import verify
-from spec_compat.pipeline.head import check as check_head
+from spec_compat.pipeline.head import releases
+from spec_compat.pipeline.head.check import check_head
 from tests import kimi
 from tests.e2e.conftest import command, environment
 
@@ -143,7 +144,7 @@ def test_a_row_that_is_left_out_is_named_by_its_line(finished: tuple[Path, str])
 
 def test_the_head_is_sound_and_its_server_is_named(finished: tuple[Path, str]) -> None:
     run, printed = finished
-    head, problems = check_head.check(run / "head")
+    head, problems = check_head(run / "head")
     assert not problems
     assert head.config["draft_vocab_size"] == 32_000
     assert head.config["eagle_aux_hidden_state_layer_ids"] == [3, 5, 6]
@@ -155,7 +156,7 @@ def test_the_head_is_sound_and_its_server_is_named(finished: tuple[Path, str]) -
     assert (options["draft_heads"], options["draft_head_dim"]) == (4, 64)
     architectures = head.config["speculators_config"]["verifier"]["architectures"]
     assert architectures == ["KimiK25ForConditionalGeneration"]
-    (problem,) = check_head.serving_problems(architectures, Version("0.16.0"), on_cpu=False)
+    (problem,) = releases.serving_problems(architectures, Version("0.16.0"), on_cpu=False)
     assert problem.startswith("this is vLLM 0.16.0; 0.18.0 is the first that serves Kimi")
     assert f"note: {problem}" in printed
 

@@ -66,8 +66,8 @@ def untrained(head: Path, directory: Path) -> Path:
 def test_the_server_accepts_what_training_reported(
     cli: Command, trained: Path, serving: Path, tmp_path: Path
 ) -> None:
-    from spec_compat.pipeline.head import check as check_head
     from spec_compat.pipeline.head import serve
+    from spec_compat.pipeline.head.check import read_head
 
     done = cli("check-head", str(trained / "head"), "--serve", "--python", str(serving), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,7 +85,7 @@ def test_the_server_accepts_what_training_reported(
     bare = untrained(trained / "head", tmp_path / "untrained")
     run = serve.run_of(trained / "head")
     assert run is not None
-    asked = serve.request(check_head.read(bare), run.prompts, run.options)
+    asked = serve.request(read_head(bare), run.prompts, run.options)
     floor = serve.decode(serving, asked, bare)
     accepted = floor["num_accepted_tokens_per_pos"][0] / floor["num_drafts"]
     assert served["acceptance"][0] > accepted + 0.05, (served, floor)

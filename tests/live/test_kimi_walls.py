@@ -22,6 +22,7 @@ import spec_compat
 from spec_compat.errors import UserError
 from spec_compat.pipeline import verify
 from spec_compat.pipeline.head import targets
+from spec_compat.pipeline.inputs.verifier import Verifier
 from tests import kimi
 from tests.conftest import Script
 
@@ -232,7 +233,7 @@ def test_the_geometry_of_the_verifiers_attention_is_none_for_a_head(
     core: Any, mini_kimi: Path, tmp_path: Path
 ) -> None:
     """transformers calls the rotary part of a key its width; what is asked for is what is made."""
-    from spec_compat.pipeline.head import check as check_head
+    from spec_compat.pipeline.head.geometry import expected_shapes
     from spec_compat.pipeline.run import plan
     from spec_compat.pipeline.stages import train
     from spec_compat.pipeline.run.config import RunConfig
@@ -261,7 +262,7 @@ def test_the_geometry_of_the_verifiers_attention_is_none_for_a_head(
             "draft_vocab_size": len(TRAINED),
             "eagle_aux_hidden_state_layer_ids": [3, 5, 6],
         }
-        shapes = check_head.expected_shapes(written)
+        shapes = expected_shapes(written)
         there = {name: list(tensor.shape) for name, tensor in made.state_dict().items()}
         assert shapes.items() <= there.items()
 
@@ -272,8 +273,7 @@ def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def oracle(model: Path | str) -> verify.Oracle:
-    config: Any = SimpleNamespace(model=str(model), trust_remote_code=True)
-    return verify.Oracle(config)
+    return verify.Oracle(Verifier(str(model), trust_remote_code=True))
 
 
 def with_weights(source: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -344,7 +344,7 @@ def test_embeddings_norm_and_lm_head_are_found_under_the_wrapper(
     with torch.inference_mode():
         logits = text.lm_head(text.model.norm(states))
         torch.testing.assert_close(found.verifier_lm_head(states), logits[:, list(TRAINED)])
-    chosen = targets.Verifier(str(model), trust_remote_code=True).tokens(states)
+    chosen = targets.GreedyVerifier(Verifier(str(model), trust_remote_code=True)).tokens(states)
     assert chosen.tolist() == logits.argmax(dim=-1).tolist()
 
 
@@ -358,7 +358,7 @@ def test_a_quantised_lm_head_is_not_replaced_by_the_embeddings(
     with pytest.raises(ValueError, match=rf"language_model.lm_head.{kind} is quantised"):
         head(packed)
     with pytest.raises(UserError, match="its lm_head is quantised"):
-        targets.refuse(str(packed), trust_remote_code=True)
+        targets.refuse(Verifier(str(packed), trust_remote_code=True))
 
 
 def test_an_lm_head_in_eight_bits_is_refused_before_anything_is_extracted(
@@ -370,6 +370,6 @@ def test_an_lm_head_in_eight_bits_is_refused_before_anything_is_extracted(
 
     fp8 = with_weights(mini_kimi, tmp_path / "fp8", in_eight_bits)
     with pytest.raises(UserError, match=r"lm_head.weight is quantised \(F8_E4M3\); one in bf"):
-        targets.refuse(str(fp8), trust_remote_code=True)
+        targets.refuse(Verifier(str(fp8), trust_remote_code=True))
     with pytest.raises(ValueError, match=r"lm_head.weight is torch.float8_e4m3fn, which needs a"):
         head(fp8)

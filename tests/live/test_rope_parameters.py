@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.inputs import verifier
+from spec_compat.pipeline.inputs.verifier import Verifier
 
 pytestmark = [pytest.mark.live]
 
@@ -33,11 +33,11 @@ def rewritten(model: Path, path: Path, *kept: str) -> Path:
 
 def test_a_rope_theta_that_vllm_would_not_see_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     assert taken(tiny_llama) == 50_000
-    verifier.read(str(tiny_llama))
+    Verifier(str(tiny_llama)).check()
     lost = rewritten(tiny_llama, tmp_path / "lost")
     assert taken(lost) == 10_000
     with pytest.raises(UserError, match="write it beside them as rope_theta"):
-        verifier.read(str(lost))
+        Verifier(str(lost)).check()
     mended = rewritten(tiny_llama, tmp_path / "mended", "rope_theta")
     assert taken(mended) == 50_000
-    verifier.read(str(mended))
+    Verifier(str(mended)).check()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
+from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.run import plan
 from spec_compat.pipeline.stages import prepare
 from spec_compat.pipeline.run.config import RunConfig
@@ -22,12 +23,12 @@ pytestmark = pytest.mark.live
 @pytest.mark.parametrize("content", [None, "", "{}"])
 def test_one_line_names_the_model(tiny_llama: Path, tmp_path: Path, content: str | None) -> None:
     model = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
-    prepare.check_loads(str(model), False)
+    prepare.check_loads(Verifier(str(model)))
     (model / "tokenizer.json").unlink()
     if content is not None:
         (model / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=r"model: its tokenizer cannot be loaded: .") as caught:
-        prepare.check_loads(str(model), False)
+        prepare.check_loads(Verifier(str(model)))
     assert "\n" not in str(caught.value)
 
 
@@ -46,7 +47,7 @@ def test_code_of_its_own_that_fails_is_said_before_rows_are_made(
     model = Path(shutil.copytree(mini_kimi, tmp_path / "model"))
     (model / file).write_text(code) if code else (model / file).unlink()
     with pytest.raises(UserError, match=rf"model: its {what} cannot be loaded: .*{says}") as caught:
-        prepare.check_loads(str(model), True)
+        prepare.check_loads(Verifier(str(model), trust_remote_code=True))
     assert "\n" not in str(caught.value)
 
 
@@ -61,6 +62,8 @@ def test_ids_beyond_the_verifiers_embeddings_are_refused(tiny_llama: Path, tmp_p
     layout = Layout(tmp_path / "run")
     layout.logs.mkdir(parents=True)
     (scratch := tmp_path / "scratch").mkdir()
-    job: Any = SimpleNamespace(config=chosen.config, layout=layout, events=Events())
+    job: Any = SimpleNamespace(
+        config=chosen.config, layout=layout, events=Events(), verifier=chosen.verifier
+    )
     with pytest.raises(UserError, match=r"model: its tokenizer gives the id \d+, and it has embe"):
         prepare._prepare(job, chosen.datasets[0], tmp_path / "prepared", scratch)

@@ -115,6 +115,7 @@ def test_the_patches_are_in_place(draft_head: Any) -> None:
 def test_targets_are_the_verifiers_own_logits(name: str, request: pytest.FixtureRequest) -> None:
     """Of the last captured state, which is taken before the final norm."""
     from spec_compat.pipeline.head import targets
+    from spec_compat.pipeline.inputs.verifier import Verifier
 
     path: Path = request.getfixturevalue(name)
     verifier: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -125,7 +126,7 @@ def test_targets_are_the_verifiers_own_logits(name: str, request: pytest.Fixture
     head = new_head(path)
     drafted = logits[:, OFFSET : OFFSET + DRAFTED]
     torch.testing.assert_close(targets.trained_on(head, captured[0][0]), drafted)
-    choices = targets.Verifier(str(path))
+    choices = targets.GreedyVerifier(Verifier(str(path)))
     assert choices.tokens(captured[0][0]).tolist() == logits.argmax(dim=-1).tolist()
     targets.check(head, choices, captured[0][0])
 
@@ -145,16 +146,17 @@ def test_the_verifiers_norm_is_precise_and_gives_the_dtype_that_it_is_given(
 def test_an_lm_head_that_vllm_will_not_take_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     """It ties what the config says is tied, and extraction proves its rows with that."""
     from spec_compat.pipeline.head import targets
+    from spec_compat.pipeline.inputs.verifier import Verifier
 
     verifier = Path(shutil.copytree(tiny_llama, tmp_path / "verifier"))
     config = json.loads((verifier / "config.json").read_text())
     (verifier / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     with pytest.raises(UserError, match=r"ties .* and its weights have another lm_head.weight"):
-        targets.refuse(str(verifier), trust_remote_code=False)
+        targets.refuse(Verifier(str(verifier)))
     weights = load_file(verifier / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, verifier / "model.safetensors")
-    targets.refuse(str(verifier), trust_remote_code=False)
+    targets.refuse(Verifier(str(verifier)))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -162,6 +164,7 @@ def test_a_verifier_without_its_norm_is_an_error(
     sharded: bool, tiny_llama: Path, tmp_path: Path
 ) -> None:
     from spec_compat.pipeline.head import targets
+    from spec_compat.pipeline.inputs.verifier import Verifier
 
     verifier = Path(shutil.copytree(tiny_llama, tmp_path / "verifier"))
     weights = load_file(verifier / "model.safetensors")
@@ -171,7 +174,7 @@ def test_a_verifier_without_its_norm_is_an_error(
         index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
         (verifier / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"no model\.norm\.weight among its weights"):
-        targets.Verifier(str(verifier))
+        targets.GreedyVerifier(Verifier(str(verifier)))
     with pytest.raises(ValueError, match=r"no model\.norm\.weight among the verifier's weights"):
         new_head(verifier)
 

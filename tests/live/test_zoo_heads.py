@@ -39,12 +39,13 @@ def job(family: str, root: Path) -> Any:
     given = {"model": str(member.build(root / "model")), "output": root / "run"}
     data = [str(make_data(root / "data.jsonl"))]
     trusted = {"trust_remote_code": bool(member.remote), "draft_vocab_size": len(DRAFTED)}
-    config = plans.make(RunConfig.model_validate({**given, "data": data, **trusted})).config
+    plan = plans.make(RunConfig.model_validate({**given, "data": data, **trusted}))
     marks = np.zeros(VOCABULARY, bool)
     marks[list(DRAFTED)] = True
     np.save(root / "t2d.npy", marks)
     np.save(root / "d2t.npy", np.full(len(DRAFTED), DRAFTED[0]))
-    return SimpleNamespace(config=config, layout=SimpleNamespace(vocab_mapping=root))
+    layout = SimpleNamespace(vocab_mapping=root)
+    return SimpleNamespace(config=plan.config, layout=layout, verifier=plan.verifier)
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +56,10 @@ def trust(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", TRAINED)
 def test_a_head_is_made_and_its_rows_can_be_recomputed(family: str, tmp_path: Path) -> None:
     given = job(family, tmp_path)
-    model, remote = given.config.model, given.config.trust_remote_code
     head = train.draft_head(given)
-    targets.check(head, targets.Verifier(model, remote), torch.randn(50, 128).bfloat16())
+    targets.check(head, targets.GreedyVerifier(given.verifier), torch.randn(50, 128).bfloat16())
     ids = torch.arange(20, 60)
-    states = verify.Oracle(given.config).states(ids, (2, 7))
+    states = verify.Oracle(given.verifier).states(ids, (2, 7))
     assert [tuple(state.shape) for state in states] == [(40, 128)] * 2
     assert all(state.isfinite().all() for state in states)
 
@@ -68,4 +68,4 @@ def test_a_head_is_made_and_its_rows_can_be_recomputed(family: str, tmp_path: Pa
 def test_a_verifier_that_no_head_can_be_trained_for(family: str, tmp_path: Path) -> None:
     given = job(family, tmp_path)
     with pytest.raises(UserError, match=f"no head can be trained for it, {REFUSED[family]}"):
-        targets.Verifier(given.config.model, given.config.trust_remote_code)
+        targets.GreedyVerifier(given.verifier)

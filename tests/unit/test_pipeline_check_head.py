@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from spec_compat.cli.app import app
 from spec_compat.errors import UserError
-from spec_compat.pipeline.head import check as check_head
-from spec_compat.pipeline.head.check import Head
+from spec_compat.pipeline.head.check import Head, Tensor, check_head, head_problems, read_head
+from spec_compat.pipeline.head.geometry import expected_shapes, mapping_problems
+from spec_compat.pipeline.head.releases import serving_problems
 
 CONFIG: dict[str, Any] = {
     "speculators_model_type": "eagle3",
@@ -60,8 +61,7 @@ def directory(tmp_path: Path) -> Path:
     config["speculators_config"]["verifier"]["name_or_path"] = str(tmp_path / "verifier")
     (head / "config.json").write_text(json.dumps(config))
     tensors: dict[str, np.ndarray[Any, Any]] = {
-        name: np.zeros(shape, np.float32)
-        for name, shape in check_head.expected_shapes(config).items()
+        name: np.zeros(shape, np.float32) for name, shape in expected_shapes(config).items()
     }
     tensors["t2d"] = np.isin(np.arange(16), DRAFTED)
     tensors["d2t"] = DRAFTED - np.arange(4)
@@ -80,17 +80,17 @@ def change(directory: Path, path: str, value: Any) -> None:
 
 
 def problem(directory: Path) -> str:
-    (only,) = check_head.check(directory)[1]
+    (only,) = check_head(directory)[1]
     return only
 
 
 def spoil(head: Head, name: str, **changes: Any) -> Head:
-    tensors = {**head.tensors, name: {**head.tensors[name], **changes}}
+    tensors = {**head.tensors, name: head.tensors[name]._replace(**changes)}
     return Head(head.config, tensors, head.d2t, head.t2d)
 
 
 def test_a_sound_head_has_no_problems(directory: Path) -> None:
-    assert check_head.check(directory)[1] == []
+    assert check_head(directory)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_config_that_is_not_true_is_said(
 
 def test_four_ids_ask_for_a_wider_fc(directory: Path) -> None:
     change(directory, "eagle_aux_hidden_state_layer_ids", [3, 5, 6, 8])
-    found = check_head.check(directory)[1]
+    found = check_head(directory)[1]
     assert "fc.weight is [4, 12], the config asks for [4, 16]" in found
 
 
@@ -128,29 +128,29 @@ def test_a_verifier_of_another_vocabulary_is_said(directory: Path) -> None:
 
 
 def test_every_tensor_is_needed_in_its_shape(directory: Path) -> None:
-    head = check_head.read(directory)
-    for name in check_head.expected_shapes(head.config):
-        (found,) = check_head.problems(spoil(head, name, shape=[1, 2, 3]))
+    head = read_head(directory)
+    for name in expected_shapes(head.config):
+        (found,) = head_problems(spoil(head, name, shape=[1, 2, 3]))
         assert found.startswith(f"{name} is [1, 2, 3], the config asks for")
 
 
 def test_only_the_embeddings_may_be_missing(directory: Path) -> None:
-    head = check_head.read(directory)
+    head = read_head(directory)
     needed = []
     for name in head.tensors:
         rest = {key: value for key, value in head.tensors.items() if key != name}
-        if check_head.problems(Head(head.config, rest, head.d2t, head.t2d)):
+        if head_problems(Head(head.config, rest, head.d2t, head.t2d)):
             needed.append(name)
     assert set(head.tensors) - set(needed) == {"embed_tokens.weight"}
 
 
 def test_dtypes_and_names_are_those_of_the_loader(directory: Path) -> None:
-    head = check_head.read(directory)
-    assert check_head.problems(spoil(head, "d2t", dtype="F32")) == ["d2t is F32, not I64"]
-    mixed = check_head.problems(spoil(head, "fc.weight", dtype="BF16"))
+    head = read_head(directory)
+    assert head_problems(spoil(head, "d2t", dtype="F32")) == ["d2t is F32, not I64"]
+    mixed = head_problems(spoil(head, "fc.weight", dtype="BF16"))
     assert mixed == ["the weights are BF16, F32, not of one floating-point dtype"]
-    strange = {**head.tensors, "verifier_norm.weight": {"dtype": "F32", "shape": [4]}}
-    assert check_head.problems(Head(head.config, strange, head.d2t, head.t2d)) == [
+    strange = {**head.tensors, "verifier_norm.weight": Tensor("F32", [4])}
+    assert head_problems(Head(head.config, strange, head.d2t, head.t2d)) == [
         "verifier_norm.weight: vLLM's loader knows no such tensor"
     ]
 
@@ -158,19 +158,17 @@ def test_dtypes_and_names_are_those_of_the_loader(directory: Path) -> None:
 @pytest.mark.parametrize("order", [[1, 0, 2, 3], [3, 2, 1, 0], [0, 1, 3, 2]])
 def test_a_shuffled_d2t_is_said(order: list[int]) -> None:
     t2d = np.isin(np.arange(16), DRAFTED)
-    assert check_head.mapping_problems(DRAFTED - np.arange(4), t2d) == []
-    (said,) = check_head.mapping_problems((DRAFTED - np.arange(4))[order], t2d)
+    assert mapping_problems(DRAFTED - np.arange(4), t2d) == []
+    (said,) = mapping_problems((DRAFTED - np.arange(4))[order], t2d)
     assert re.match(r"d2t and t2d disagree for \d of 4 draft tokens", said)
     # Drafts that are mapped to the right tokens in another order than lm_head's rows.
-    (said,) = check_head.mapping_problems(DRAFTED[order] - np.arange(4), t2d)
+    (said,) = mapping_problems(DRAFTED[order] - np.arange(4), t2d)
     assert "disagree" in said
 
 
 def test_t2d_and_d2t_are_of_one_size() -> None:
     t2d = np.isin(np.arange(16), [*DRAFTED, 9])
-    assert check_head.mapping_problems(DRAFTED - np.arange(4), t2d) == [
-        "t2d marks 5 tokens, d2t maps 4"
-    ]
+    assert mapping_problems(DRAFTED - np.arange(4), t2d) == ["t2d marks 5 tokens, d2t maps 4"]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +193,7 @@ def test_the_release_that_can_serve_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SPEC_COMPAT_ENABLE", raising=False)
-    found = check_head.serving_problems([architecture], Version(release), on_cpu)
+    found = serving_problems([architecture], Version(release), on_cpu)
     assert len(found) == len(said)
     assert all(part in line for part, line in zip(said, found, strict=True))
 
@@ -205,7 +203,7 @@ def test_of_a_verifier_that_is_not_known_vllm_has_the_last_word(
 ) -> None:
     """It may be newer than what is known, or run by way of transformers."""
     monkeypatch.delenv("SPEC_COMPAT_ENABLE", raising=False)
-    sure = partial(check_head.serving_problems, on_cpu=False, sure=True)
+    sure = partial(serving_problems, on_cpu=False, sure=True)
     assert not sure(["TomorrowForCausalLM"], Version("0.40.0"))
     assert len(sure(["MistralForCausalLM"], Version("0.21.0"))) == 1
     assert len(sure(["KimiVLForConditionalGeneration"], Version("0.32.0"))) == 1
@@ -231,16 +229,16 @@ def test_a_release_serves_what_its_patch_teaches(
     enabled: str, architecture: str, release: str, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPEC_COMPAT_ENABLE", enabled)
-    assert served == (not check_head.serving_problems([architecture], Version(release), False))
+    assert served == (not serving_problems([architecture], Version(release), False))
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_directory_that_is_no_head_is_the_users_error(directory: Path, missing: str) -> None:
     (directory / missing).unlink()
     with pytest.raises(UserError, match=f"no {missing}"):
-        check_head.check(directory)
+        check_head(directory)
     with pytest.raises(UserError, match="no such directory"):
-        check_head.check(directory / "nowhere")
+        check_head(directory / "nowhere")
 
 
 def test_the_directory_of_a_model_is_not_sound(directory: Path) -> None:
@@ -256,7 +254,7 @@ def test_a_cut_file_is_the_users_error(directory: Path) -> None:
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(UserError, match="not readable"):
-        check_head.check(directory)
+        check_head(directory)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +272,7 @@ def test_a_cut_file_is_the_users_error(directory: Path) -> None:
 )
 def test_a_value_of_another_kind_is_a_problem(path: str, value: Any, directory: Path) -> None:
     change(directory, path, value)
-    found = check_head.check(directory)[1]
+    found = check_head(directory)[1]
     assert found
     assert all(one.startswith(path) for one in found), found
 
@@ -283,7 +281,7 @@ def test_a_verifier_may_have_anything_in_its_config(directory: Path) -> None:
     file = directory.parent / "verifier" / "config.json"
     for value in ("yarn", 3, ["a"], {"full_attention": 3}):
         file.write_text(json.dumps({**VERIFIER, "rope_scaling": value}))
-        check_head.check(directory)
+        check_head(directory)
 
 
 @pytest.mark.parametrize(("flags", "asked"), [((), None), (("--trust-remote-code",), True)])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
+from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.rows.index import Index
 from spec_compat.pipeline.run import config, fingerprints, manifest, plan
 from spec_compat.pipeline.run.layout import STAGES, Layout, Stage
@@ -181,7 +182,7 @@ def test_another_release_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_packages_that_make_tokens_count(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprints, "_release", lambda name: f"of {name}")
-    found = fingerprints.of("prepare", str(root / "model"))
+    found = fingerprints.of("prepare", Verifier(str(root / "model")))
     for name in ("speculators", "transformers", "tokenizers"):
         assert found[name] == f"of {name}"
 
@@ -190,9 +191,9 @@ def test_the_files_of_a_download_may_come_later(root: Path) -> None:
     """They are those of its commit."""
     place = root / "models--org--m" / "snapshots" / ("0" * 40)
     make_verifier(place)
-    before = fingerprints.of("prepare", str(place))
+    before = fingerprints.of("prepare", Verifier(str(place)))
     (place / "tokenizer.json").write_text("{}")
-    assert fingerprints.of("prepare", str(place)) == before
+    assert fingerprints.of("prepare", Verifier(str(place))) == before
 
 
 def all_done(root: Path) -> Manifest:
@@ -432,7 +433,7 @@ def test_a_name_of_a_file_counts(tmp_path: Path) -> None:
     for name in ("a.model", "b.model"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text("the same")
-        digests.add(fingerprints._digest(tmp_path / name, ["*.model"]))
+        digests.add(fingerprints._digest(Verifier(str(tmp_path / name)), ["*.model"]))
     assert len(digests) == 2
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.inputs import verifier
+from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.rows import zstd
 from spec_compat.pipeline.run import config, plan
 from tests.unit.pipeline_inputs import make_data, make_verifier, weights
@@ -87,8 +87,8 @@ def test_a_wrapper_is_read_through_its_text_config(tmp_path: Path) -> None:
     text = {"num_hidden_layers": 12, "hidden_size": 96, "vocab_size": 999}
     geometry = {"text_config": {**text, "max_position_embeddings": 100}}
     made = planned(tmp_path, geometry)
-    assert (made.verifier.num_layers, made.verifier.hidden_size) == (12, 96)
-    assert (made.verifier.vocab_size, made.config.seq_length) == (999, 99)
+    assert (made.verifier.geometry.num_layers, made.verifier.geometry.hidden_size) == (12, 96)
+    assert (made.verifier.geometry.vocab_size, made.config.seq_length) == (999, 99)
 
 
 def test_code_of_the_model_needs_consent(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_model_that_lacks_a_file_is_refused(tmp_path: Path, spoil: str, fault:
     model = make_verifier(tmp_path / "model")
     (model / spoil).unlink()
     with pytest.raises(UserError, match=fault):
-        verifier.read(str(model))
+        Verifier(str(model)).check()
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -119,19 +119,17 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (model / "model.safetensors.index.json").write_text(index)
     (model / "model-1.safetensors").touch()
     with pytest.raises(UserError, match=r"no model-2\.safetensors"):
-        verifier.read(str(model))
+        Verifier(str(model)).check()
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (weights(b"weights")[:-1], "it has 74 bytes, by its header 75; copy it anew"),
-        (weights(b"weights")[:20], "cut, or no safetensors file; copy it anew"),
-        (b"", "cut, or no safetensors file; copy it anew"),
-        (
-            b"version https://git-lfs.github.com/spec/v1",
-            "cut, or no safetensors file; copy it anew",
-        ),
+        (weights(b"weights")[:-1], "incomplete metadata, file not fully covered"),
+        (weights(b"weights") + b"0", "incomplete metadata, file not fully covered"),
+        (weights(b"weights")[:20], "invalid header length"),
+        (b"", "header too small"),
+        (b"version https://git-lfs.github.com/spec/v1", "header too large"),
     ],
 )
 def test_weights_that_are_cut_are_named_before_they_are_loaded(
@@ -140,8 +138,9 @@ def test_weights_that_are_cut_are_named_before_they_are_loaded(
     model = make_verifier(tmp_path / "model")
     (model / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError) as caught:
-        verifier.read(str(model))
-    assert str(caught.value) == f"--model {model}/model.safetensors: {says}"
+        Verifier(str(model)).check()
+    line = f"--model {model}/model.safetensors: cut, or no safetensors file; copy it anew"
+    assert str(caught.value) == f"{line} (Error while deserializing header: {says})"
 
 
 def test_a_name_leaves_room_for_what_is_added_to_it() -> None:
@@ -182,7 +181,7 @@ def test_zstd_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_bytes_of_a_token(tmp_path: Path) -> None:
-    hidden = planned(tmp_path / "a").verifier.hidden_size
+    hidden = planned(tmp_path / "a").verifier.geometry.hidden_size
     assert planned(tmp_path / "a").bytes_per_token == 4 * hidden * 2
     fp8 = planned(tmp_path / "a", storage="shards", storage_dtype="fp8")
     assert fp8.bytes_per_token == 4 * (hidden + 4)

@@ -49,7 +49,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     running.server_close()
 
 
-def config(model: Path | str = "./m", **options: Any) -> ResolvedConfig:
+def config(model: Path | str = ".", **options: Any) -> ResolvedConfig:
     decided = {"seq_length": 8, "layer_ids": (0, 1, 2, 3), "draft_vocab_size": 8}
     given = {"model": str(model), "data": ("d.jsonl",), "output": "run", "server_url": NOBODY}
     return ResolvedConfig.model_validate(given | decided | options)

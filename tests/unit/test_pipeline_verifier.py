@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.inputs import verifier
-from spec_compat.pipeline.inputs.verifier import HeadGeometry
+from spec_compat.pipeline.head.geometry import HeadGeometry
+from spec_compat.pipeline.inputs.verifier import Verifier
+from spec_compat.pipeline.inputs.weights import INDEX, Weights
 from spec_compat.pipeline.run import plan as plans
 from spec_compat.pipeline.run.config import RunConfig
 from tests.kimi import TEXT_CONFIG
@@ -29,12 +30,13 @@ def kimi(directory: Path, **config: Any) -> Path:
 def test_latent_attention_gives_the_head_its_value_width(tmp_path: Path) -> None:
     """`head_dim`, as transformers saves it, is the rotary part alone."""
     whole = {**TEXT_CONFIG, "v_head_dim": 128, "head_dim": 16, "num_attention_heads": 8}
-    found = verifier.read(str(make_verifier(tmp_path, text_config=whole)))
-    assert found.head == HeadGeometry(8, 4, 128, 128)
-    assert (found.vocab_size, found.hidden_size, found.num_layers) == (163_840, 64, 8)
+    found = Verifier(str(make_verifier(tmp_path, text_config=whole)))
+    assert HeadGeometry.of(found) == HeadGeometry(8, 4, 128, 128)
+    geometry = found.geometry
+    assert (geometry.vocab_size, geometry.hidden_size, geometry.num_layers) == (163_840, 64, 8)
     silent = {key: value for key, value in whole.items() if key != "v_head_dim"}  # MiniCPM 3
     made = make_verifier(tmp_path / "silent", text_config=silent)
-    assert verifier.read(str(made)).head.head_dim == 64 // 8
+    assert HeadGeometry.of(Verifier(str(made))).head_dim == 64 // 8
 
 
 @pytest.mark.parametrize(
@@ -50,17 +52,19 @@ def test_the_context_is_what_vllm_makes_of_the_scaling(
     scaling: dict[str, Any], tokens: int, tmp_path: Path
 ) -> None:
     """In Kimi's config.json max_position_embeddings is the scaled one."""
-    assert verifier.read(str(make_verifier(tmp_path, rope_scaling=scaling))).max_length == tokens
+    made = Verifier(str(make_verifier(tmp_path, rope_scaling=scaling)))
+    assert made.geometry.max_length == tokens
 
 
 def test_other_attention_gives_the_head_its_own(tmp_path: Path) -> None:
-    assert verifier.read(str(make_verifier(tmp_path, **PLAIN))).head == HeadGeometry(4, 2, 16, 128)
+    made = Verifier(str(make_verifier(tmp_path, **PLAIN)))
+    assert HeadGeometry.of(made) == HeadGeometry(4, 2, 16, 128)
     wide = make_verifier(tmp_path / "wide", **PLAIN, head_dim=32)
-    assert verifier.read(str(wide)).head.head_dim == 32
+    assert HeadGeometry.of(Verifier(str(wide))).head_dim == 32
 
 
 def test_a_config_that_is_silent_leaves_it_open(tmp_path: Path) -> None:
-    assert verifier.read(str(make_verifier(tmp_path))).head == HeadGeometry()
+    assert HeadGeometry.of(Verifier(str(make_verifier(tmp_path)))) == HeadGeometry()
 
 
 @pytest.mark.parametrize(
@@ -74,8 +78,8 @@ def test_code_in_any_file_needs_trust(file: str, content: dict[str, Any], tmp_pa
     model = make_verifier(tmp_path)
     (model / file).write_text(json.dumps(content))
     with pytest.raises(UserError, match=rf"\({file}\), which would be run; pass --trust-remote"):
-        verifier.read(str(model))
-    assert verifier.read(str(model), trust_remote_code=True).num_layers == 8
+        Verifier(str(model)).check()
+    Verifier(str(model), trust_remote_code=True).check()
 
 
 def test_code_that_transformers_does_without_needs_none(tmp_path: Path) -> None:
@@ -85,13 +89,13 @@ def test_code_that_transformers_does_without_needs_none(tmp_path: Path) -> None:
     for known, needed in (("LlamaTokenizer", ""), ("TikTokenTokenizer", "tokenizer_config.json")):
         text = json.dumps({**tokens, "tokenizer_class": known})
         (model / "tokenizer_config.json").write_text(text)
-        assert verifier.brings_code(str(model)) == needed
+        assert Verifier(str(model)).brings_code == needed
 
 
 def test_code_of_the_language_model_needs_trust(tmp_path: Path) -> None:
     text = {**TEXT_CONFIG, "auto_map": {"AutoConfig": "c.C"}}
     with pytest.raises(UserError, match=r"\(config.json\)"):
-        verifier.read(str(make_verifier(tmp_path, text_config=text)))
+        Verifier(str(make_verifier(tmp_path, text_config=text))).check()
 
 
 def indexed(directory: Path, **metadata: int) -> Path:
@@ -103,22 +107,13 @@ def indexed(directory: Path, **metadata: int) -> Path:
     (model / "model.safetensors").unlink()
     weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     content = {"metadata": metadata, "weight_map": weight_map}
-    (model / verifier.INDEX).write_text(json.dumps(content))
+    (model / INDEX).write_text(json.dumps(content))
     return model
 
 
 def test_weights_that_are_there_twice_are_weighed_once(tmp_path: Path) -> None:
-    assert verifier.weight_bytes(str(indexed(tmp_path, total_size=5))) == 7
-    assert verifier.weight_bytes(str(make_verifier(tmp_path / "plain"))) == len(weights(b"weights"))
-
-
-def test_weights_of_the_hub_are_weighed_before_they_are_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = indexed(tmp_path, total_size=594_000)
-    (there / "model-2.safetensors").unlink()
-    monkeypatch.setattr(verifier, "_file", lambda model, name: there / name)
-    assert verifier.weight_bytes("moonshotai/Kimi-K2.5") == 594_000
+    assert Verifier(str(indexed(tmp_path, total_size=5))).weight_bytes == 7
+    assert Verifier(str(make_verifier(tmp_path / "plain"))).weight_bytes == len(weights(b"weights"))
 
 
 @pytest.mark.parametrize("names", [("llm_config",), ("thinker_config", "text_config")])
@@ -131,9 +126,10 @@ def test_a_wrapper_may_call_its_language_model_otherwise(
         whole = {name: whole, "vision_config": {"num_hidden_layers": 2, "hidden_size": 8}}
     whole |= {"architectures": ["Wrapper"], "model_type": "wrapper"}
     (make_verifier(tmp_path) / "config.json").write_text(json.dumps(whole))
-    found = verifier.read(str(tmp_path))
-    assert (found.num_layers, found.hidden_size, found.vocab_size) == (5, 32, 99)
-    assert found.head == HeadGeometry(4, 2, 8, 128)
+    found = Verifier(str(tmp_path))
+    geometry = found.geometry
+    assert (geometry.num_layers, geometry.hidden_size, geometry.vocab_size) == (5, 32, 99)
+    assert HeadGeometry.of(found) == HeadGeometry(4, 2, 8, 128)
 
 
 def plan(tmp_path: Path, **options: Any) -> plans.Plan:
@@ -172,7 +168,7 @@ def test_what_is_trained_of_the_head_is_in_the_plan(tmp_path: Path) -> None:
 def test_a_width_that_is_no_number_is_one_line(width: Any, tmp_path: Path) -> None:
     model = make_verifier(tmp_path, **PLAIN, model_type="llama", hidden_size=width)
     with pytest.raises(UserError, match=r"hidden_size is .*, not a number"):
-        verifier.read(str(model))
+        Verifier(str(model)).check()
 
 
 @pytest.mark.parametrize(
@@ -198,10 +194,10 @@ def test_a_rope_theta_that_would_be_lost_is_refused(tmp_path: Path, theta: dict[
     written = {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, **theta}
     model = str(make_verifier(tmp_path, **PLAIN, **written))
     if theta or transformers.__version__ >= "5":
-        assert verifier.read(model).num_layers == 8
+        Verifier(model).check()
         return
     with pytest.raises(UserError, match=r"rope_theta 50000 under rope_parameters .* take 10000; w"):
-        verifier.read(model)
+        Verifier(model).check()
 
 
 def large(file: Path) -> Path:
@@ -217,13 +213,14 @@ def alter_middle(file: Path) -> None:
 
 
 def identity(model: Path, known: Any = None) -> str:
-    return verifier.fingerprint(str(model), verifier.weights(str(model), known or {}))
+    made = Verifier(str(model))
+    return made.digest(made.read_weights(known or {}))
 
 
 def test_a_weight_in_the_middle_is_another_model_whatever_the_times_say(tmp_path: Path) -> None:
     model = make_verifier(tmp_path / "model")
     file = large(model / "model.safetensors")
-    known, before = verifier.weights(str(model), {}), identity(model)
+    known, before = Verifier(str(model)).read_weights({}), identity(model)
     there = file.stat()
     time.sleep(0.02)  # a time of the file system is that of the last tick of the kernel
     alter_middle(file)
@@ -236,18 +233,18 @@ def test_weights_that_stayed_are_read_once_and_elsewhere_they_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_verifier(tmp_path / "model")
-    known, before = verifier.weights(str(model), {}), identity(model)
+    known, before = Verifier(str(model)).read_weights({}), identity(model)
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
     assert identity(copy, known) == before
-    monkeypatch.setattr(verifier.Weights, "of", lambda file: pytest.fail(f"{file} is read"))
+    monkeypatch.setattr(Weights, "of", lambda file: pytest.fail(f"{file} is read"))
     assert identity(model, known) == before
 
 
 def test_weights_that_lie_there_once_more_are_not_read(tmp_path: Path) -> None:
     model = make_verifier(tmp_path / "model")
     (model / "consolidated.safetensors").write_text("the same, in another form")
-    (model / verifier.INDEX).write_text('{"weight_map": {"a": "model.safetensors"}}')
-    assert verifier.weights(str(model), {}).keys() == {"model.safetensors"}
+    (model / INDEX).write_text('{"weight_map": {"a": "model.safetensors"}}')
+    assert Verifier(str(model)).read_weights({}).keys() == {"model.safetensors"}
 
 
 @pytest.mark.parametrize("name", ["modeling_x.py", "hf_quant_config.json", "more.safetensors"])
@@ -280,5 +277,5 @@ def test_reading_ends_when_it_is_stopped(tmp_path: Path) -> None:
 
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        verifier.weights(str(model), {}, interrupt)
+        Verifier(str(model)).read_weights({}, interrupt)
     assert time.monotonic() - begun < 20

@@ -226,6 +226,6 @@ def decode(python: Path, request: dict[str, Any], directory: Path | None) -> dic
 
 
 def _cause(stderr: str) -> str:
-    """The last line that names an error; what vLLM prints after it is of its own shutdown."""
+    """The first line that names an error; later ones come from vLLM's own shutdown."""
     lines = [line.strip() for line in stderr.splitlines() if "Error: " in line]
     return lines[0] if lines else ""

@@ -6,21 +6,19 @@ after the last one.
 
 from __future__ import annotations
 
-import json
+import copy
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModel
-from transformers.utils import cached_file
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.inputs.verifier import text_config
+from spec_compat.pipeline.inputs.verifier import Verifier
+from spec_compat.pipeline.inputs.weights import opened
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NORM, HEAD, EMBEDDINGS = "norm.weight", "lm_head.weight", "embed_tokens.weight"
 PLAIN, NEEDED = ("BF16", "F16", "F32"), "one in bfloat16 is needed"
 # Logits of a slice of the vocabulary are held at a time.
@@ -29,14 +27,13 @@ SLICE = 1 << 14
 AGREEMENT = 0.99
 
 
-class Verifier:
+class GreedyVerifier:
     """The verifier's final norm and its whole lm_head, [vocabulary, hidden] in its own dtype."""
 
-    def __init__(self, model: str, trust_remote_code: bool = False) -> None:
-        text = text_config(model, trust_remote_code)
-        self.norm = _norm(model, text, trust_remote_code)
-        tensors = _tensors(model, _places(model))
-        _check_tied(model, text)
+    def __init__(self, verifier: Verifier) -> None:
+        self.norm = _norm(verifier)
+        tensors = _tensors(verifier, _names(verifier))
+        _check_tied(verifier)
         self.norm.load_state_dict({"weight": tensors[NORM].float()}, assign=True)
         self.head = tensors[HEAD]
 
@@ -61,16 +58,15 @@ class Verifier:
         return tokens
 
 
-def refuse(model: str, trust_remote_code: bool) -> None:
+def refuse(verifier: Verifier) -> None:
     """Raises UserError where no head can be trained for the verifier; reads next to no weights."""
-    text = text_config(model, trust_remote_code)
-    _norm(model, text, trust_remote_code)
-    if Path(model).is_dir():
-        _places(model)
-        _check_tied(model, text)
+    _norm(verifier)
+    if verifier.is_local:
+        _names(verifier)
+        _check_tied(verifier)
 
 
-def check(model: Any, verifier: Verifier, states: Tensor) -> None:
+def check(model: Any, verifier: GreedyVerifier, states: Tensor) -> None:
     """Compare the trainer's targets with the verifier's choices within the draft vocabulary.
 
     `model` is the draft head before training, `states` [n, hidden] are stored last states. Raises
@@ -112,7 +108,7 @@ class Acceptance(NamedTuple):
 
 
 def acceptance(
-    model: Any, verifier: Verifier, batches: Iterable[dict[str, Any]], ttt_steps: int
+    model: Any, verifier: GreedyVerifier, batches: Iterable[dict[str, Any]], ttt_steps: int
 ) -> Acceptance:
     """Measure a head on batches of rows.
 
@@ -181,96 +177,75 @@ def chain(tokens: Tensor, right: Tensor, mask: Tensor, positions: Tensor) -> Ten
     return counts
 
 
-def _norm(model: str, config: Any, trust_remote_code: bool) -> torch.nn.Module:
+def _norm(verifier: Verifier) -> torch.nn.Module:
     """The final norm of the verifier's language model, in transformers' class, without weight.
 
     Raises UserError where a head cannot be trained on what it gives.
     """
+    config = copy.deepcopy(verifier.hf_text_config)
     config.num_hidden_layers = 1
     try:
         with torch.device("meta"):
-            skeleton = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+            skeleton = AutoModel.from_config(config, trust_remote_code=verifier.trust_remote_code)
     except ValueError:
-        raise UserError(
-            f"--model {model}: no head can be trained for it, transformers has no class for its "
-            f"language model ({config.model_type or type(config).__name__})"
+        raise verifier.error(
+            "no head can be trained for it, transformers has no class for its language model "
+            f"({config.model_type or type(config).__name__})"
         ) from None
     norm = getattr(skeleton, "norm", None)
     if norm is None or getattr(norm, "bias", None) is not None:
-        raise UserError(
-            f"--model {model}: no head can be trained for it, its final norm is no RMSNorm"
-        )
+        raise verifier.error("no head can be trained for it, its final norm is no RMSNorm")
     found: torch.nn.Module = norm
     return found
 
 
-def _check_tied(model: str, config: Any) -> None:
+def _check_tied(verifier: Verifier) -> None:
     """Raises UserError for an lm_head in the weights that vLLM leaves there.
 
     Training may have changed a copy of what the config still calls the embeddings.
     """
-    if not getattr(config, "tie_word_embeddings", False):
+    if not getattr(verifier.hf_text_config, "tie_word_embeddings", False):
         return
-    files, (head, file) = _files(model), _places(model)[HEAD]
-    embeddings = only(model, EMBEDDINGS, files)
+    head, embeddings = _names(verifier)[HEAD], verifier.tensor(EMBEDDINGS)
     if head == embeddings:
         return
-    both = _tensors(model, {HEAD: (head, file), EMBEDDINGS: (embeddings, files[embeddings])})
+    both = _tensors(verifier, {HEAD: head, EMBEDDINGS: embeddings})
     if not torch.equal(both[HEAD], both[EMBEDDINGS]):
-        raise UserError(
-            f"--model {model}: its config ties the lm_head to the embeddings, which vLLM does, and "
-            f"its weights have another {head}; set tie_word_embeddings to false, or leave that out"
+        raise verifier.error(
+            "its config ties the lm_head to the embeddings, which vLLM does, and its weights have "
+            f"another {head}; set tie_word_embeddings to false, or leave that out"
         )
 
 
-def _tensors(model: str, places: Mapping[str, tuple[str, str]]) -> dict[str, Tensor]:
-    """Tensors by the names of `places`, from a local directory or the hub's cache."""
+def _tensors(verifier: Verifier, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors of these names, by the keys of `names`."""
     found = {}
-    for kind, (name, file) in places.items():
-        with safe_open(cached_file(model, file), "pt") as weights:
+    for kind, name in names.items():
+        with safe_open(verifier.file_of(name), "pt") as weights:
             found[kind] = weights.get_tensor(name)
     return found
 
 
-def _files(model: str) -> dict[str, str]:
-    """The file of each of the verifier's tensors."""
-    index = cached_file(model, INDEX, _raise_exceptions_for_missing_entries=False)
-    if index is None:
-        with safe_open(cached_file(model, SINGLE), "pt") as weights:
-            return dict.fromkeys(weights.keys(), SINGLE)
-    with open(index, encoding="utf-8") as stream:  # noqa: PTH123
-        files: dict[str, str] = json.load(stream)["weight_map"]
-    return files
-
-
-def _places(model: str) -> dict[str, tuple[str, str]]:
-    """Name and file of norm and head, or of the embeddings in its place.
+def _names(verifier: Verifier) -> dict[str, str]:
+    """The names of norm and lm_head, or of the embeddings in its place.
 
     Under a wrapper the names have something before them; the norm stands beside the embeddings.
     """
-    files = _files(model)
-    decoder = only(model, EMBEDDINGS, files).removesuffix(EMBEDDINGS)
-    of_head = [f".{n}" for n in files if ".lm_head." in f".{n}" and ".layers." not in n]
-    tied = not of_head
+    embeddings = verifier.tensor(EMBEDDINGS)
+    of_head = [
+        f".{name}"
+        for name in verifier.weight_map
+        if ".lm_head." in f".{name}" and ".layers." not in name
+    ]
     if of_head and not any(name.endswith(f".{HEAD}") for name in of_head):
-        raise UserError(f"--model {model}: its lm_head is quantised; {NEEDED}")
+        raise verifier.error(f"its lm_head is quantised; {NEEDED}")
     names = {
-        NORM: decoder + NORM,
-        HEAD: decoder + EMBEDDINGS if tied else only(model, HEAD, files),
+        NORM: embeddings.removesuffix(EMBEDDINGS) + NORM,
+        HEAD: verifier.tensor(HEAD) if of_head else embeddings,
     }
     for name in names.values():
-        if name not in files:
-            raise UserError(f"--model {model}: no {name} among its weights")
-        with safe_open(cached_file(model, files[name]), "pt") as weights:
+        with opened(verifier.file_of(name)) as weights:
             dtype = weights.get_slice(name).get_dtype()
         if dtype not in PLAIN:
-            raise UserError(f"--model {model}: its {name} is quantised ({dtype}); {NEEDED}")
-    return {kind: (name, files[name]) for kind, name in names.items()}
-
-
-def only(model: str, suffix: str, names: Iterable[str]) -> str:
-    """The one tensor whose name ends so and that is no part of a decoder layer."""
-    found = [n for n in names if f".{n}".endswith(f".{suffix}") and ".layers." not in n]
-    if len(found) != 1:
-        raise UserError(f"--model {model}: {len(found)} of its weights are called {suffix}")
-    return found[0]
+            raise verifier.error(f"its {name} is quantised ({dtype}); {NEEDED}")
+    return names

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_compat import registry, versions
-from spec_compat.pipeline.inputs import verifier
+from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.run.layout import Stage
 
 # Whose releases decide what a stage makes; torch and CUDA only move the last bits.
@@ -42,14 +42,13 @@ TOKENIZERS = (
 TOKENIZER_STAGES: tuple[Stage, ...] = ("prepare", "map")
 
 
-def of(stage: Stage, model: str) -> dict[str, str]:
+def of(stage: Stage, verifier: Verifier) -> dict[str, str]:
     """Releases, patches and tokenizer files of a stage."""
     found = {name: _release(name) for name in PACKAGES[stage]} | _patches(stage)
     if stage in TOKENIZER_STAGES:
-        directory = verifier.directory(model)
-        found["the tokenizer"] = _digest(directory, TOKENIZERS)
+        found["the tokenizer"] = _digest(verifier, TOKENIZERS)
     if stage == "prepare":
-        found["the chat template"] = _digest(directory, (*TEMPLATES, "tokenizer_config.json"), True)
+        found["the chat template"] = _digest(verifier, (*TEMPLATES, "tokenizer_config.json"), True)
     return found
 
 
@@ -105,15 +104,15 @@ def _is_docstring(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _digest(directory: Path, patterns: Iterable[str], template: bool = False) -> str:
+def _digest(verifier: Verifier, patterns: Iterable[str], template: bool = False) -> str:
     """Digest of the files of these names; a tokenizer_config counts for its template or the rest.
 
     A download of the hub is known by its commit: its files may come only later.
     """
-    if known := verifier.commit(directory):
-        return known
+    if verifier.commit:
+        return verifier.commit
     digest = hashlib.sha256()
-    for file in sorted({file for pattern in patterns for file in directory.glob(pattern)}):
+    for file in sorted({file for pattern in patterns for file in verifier.directory.glob(pattern)}):
         if file.name == "tokenizer_config.json":
             content = _part(file, lambda key: (key == "chat_template") == template)
         else:

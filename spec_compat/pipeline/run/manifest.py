@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline.inputs.verifier import Weights
+from spec_compat.pipeline.inputs.weights import Weights
 from spec_compat.pipeline.rows.index import SHARDS, Index
 from spec_compat.pipeline.run import fingerprints
 from spec_compat.pipeline.run.config import RunConfig, flag, options_of, stage_of
@@ -178,14 +178,14 @@ def inputs(manifest: Manifest, plan: Plan, stage: Stage) -> dict[str, str]:
     options = options_of(plan.config, stage)
     if stage == "export" and plan.config.verifier_name is None:
         options["verifier_name"] = plan.config.model
-    if stage in fingerprints.TOKENIZER_STAGES and plan.offers_code:
+    if stage in fingerprints.TOKENIZER_STAGES and plan.verifier.offers_code:
         options["trust_remote_code"] = plan.config.trust_remote_code  # it is another tokenizer
-    geometry = {"the verifier's vocabulary": str(plan.verifier.vocab_size)}
+    geometry = {"the verifier's vocabulary": str(plan.verifier.geometry.vocab_size)}
     return {
         **(geometry if stage == "map" else {}),
         **{name: plan.sources[name] for name in plan.sources if _reads(stage, name)},
         **{flag(name): json.dumps(options[name]) for name in options if name not in BY_CONTENT},
-        **fingerprints.of(stage, plan.config.model),
+        **fingerprints.of(stage, plan.verifier),
         **{f"the result of {name}": manifest.stages[name].digest for name in AFTER[stage]},
     }
 

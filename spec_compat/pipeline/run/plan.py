@@ -11,10 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.head import check as check_head
-from spec_compat.pipeline.inputs import conversations, verifier
+from spec_compat.pipeline.head.geometry import HeadGeometry, expected_shapes
+from spec_compat.pipeline.inputs import conversations
 from spec_compat.pipeline.inputs.conversations import FileCheck
-from spec_compat.pipeline.inputs.verifier import HeadGeometry, Progress, Verifier, Weights
+from spec_compat.pipeline.inputs.verifier import Verifier
+from spec_compat.pipeline.inputs.weights import Progress, Weights
 from spec_compat.pipeline.rows import zstd
 from spec_compat.pipeline.run.config import DRAFT_VOCAB_SIZE, SEQ_LENGTH, ResolvedConfig, RunConfig
 from spec_compat.pipeline.system.disk import expanded
@@ -52,14 +53,14 @@ class Plan:
 
     def read_weights(self, progress: Progress = lambda done, total: None) -> None:
         """Read what is not known of the verifier's weights. Raises UserError."""
-        found = verifier.weights(self.config.model, self.weights, progress)
+        found = self.verifier.read_weights(self.weights, progress)
         self.weights.clear()
         self.weights.update(found)
 
     @property
     def bytes_per_token(self) -> int:
         """Size on disk of one token's states; what zstd saves of it is not known before."""
-        layers, hidden = len(self.config.layer_ids), self.verifier.hidden_size
+        layers, hidden = len(self.config.layer_ids), self.verifier.geometry.hidden_size
         if self.config.storage_dtype == "fp8":
             return layers * (hidden + 4)  # a scale in float32
         return layers * hidden * 2
@@ -67,9 +68,9 @@ class Plan:
     @property
     def trained_parameters(self) -> int:
         """Of the head; 0 where the verifier's config.json does not tell its widths."""
-        config, hidden = self.config, self.verifier.hidden_size
+        config, hidden = self.config, self.verifier.geometry.hidden_size
         layer = {
-            "vocab_size": self.verifier.vocab_size,
+            "vocab_size": self.verifier.geometry.vocab_size,
             "hidden_size": hidden,
             "intermediate_size": config.draft_intermediate_size,
             "num_hidden_layers": config.num_layers,
@@ -79,7 +80,7 @@ class Plan:
         }
         if not all(layer.values()):
             return 0
-        shapes = check_head.expected_shapes(
+        shapes = expected_shapes(
             {
                 "transformer_layer_config": layer,
                 "draft_vocab_size": config.draft_vocab_size,
@@ -96,15 +97,10 @@ class Plan:
         return {"model": self.model, **digests}
 
     @cached_property
-    def offers_code(self) -> bool:
-        """Whether it depends on --trust-remote-code whose classes are taken."""
-        return verifier.offers_code(self.config.model)
-
-    @cached_property
     def model(self) -> str:
         """The verifier's digest; its weights are read for it."""
         self.read_weights()
-        return verifier.fingerprint(self.config.model, self.weights)
+        return self.verifier.digest(self.weights)
 
 
 def make(config: RunConfig, weights: Mapping[str, Weights] | None = None) -> Plan:
@@ -112,11 +108,11 @@ def make(config: RunConfig, weights: Mapping[str, Weights] | None = None) -> Pla
 
     `weights` are what an earlier run knew of the verifier's.
     """
-    geometry = verifier.read(config.model, config.trust_remote_code)
-    directory = expanded(config.model)
-    model = str(directory.resolve()) if directory.is_dir() else config.model
+    verifier = Verifier(config.model, config.trust_remote_code)
+    verifier.check()
+    geometry = verifier.geometry
     layer_ids = config.layer_ids or geometry.default_layer_ids
-    verifier.check_layer_ids(layer_ids, geometry.num_layers)
+    geometry.check_layer_ids(layer_ids)
     _check_storage(config)
     draft_vocab_size = config.draft_vocab_size or min(DRAFT_VOCAB_SIZE, geometry.vocab_size)
     if draft_vocab_size > geometry.vocab_size:
@@ -127,19 +123,19 @@ def make(config: RunConfig, weights: Mapping[str, Weights] | None = None) -> Pla
     resolved = ResolvedConfig.model_validate(
         {
             **config.model_dump(),
-            "model": model,
+            "model": verifier.name_or_path,
             "data": _sources(config.data),
             "output": expanded(config.output).resolve(),
             "hf_cache_dir": config.hf_cache_dir and expanded(config.hf_cache_dir),
             "seq_length": _fit(config.seq_length, geometry.max_length),
             "layer_ids": layer_ids,
             "draft_vocab_size": draft_vocab_size,
-            **_head(config, geometry.head),
+            **_head(config, HeadGeometry.of(verifier)),
         }
     )
     datasets = name_datasets(resolved.data)
     checks = {d.name: conversations.check(Path(d.source)) for d in datasets if d.is_local}
-    return Plan(resolved, geometry, datasets, checks, dict(weights or {}))
+    return Plan(resolved, verifier, datasets, checks, dict(weights or {}))
 
 
 def _head(config: RunConfig, derived: HeadGeometry) -> dict[str, int | None]:
@@ -153,7 +149,7 @@ def _head(config: RunConfig, derived: HeadGeometry) -> dict[str, int | None]:
         config.draft_head_dim or derived.head_dim,
         config.draft_intermediate_size or derived.intermediate_size,
     )
-    verifier.check_head(geometry)
+    geometry.check()
     return {f"draft_{name}": value for name, value in asdict(geometry).items()}
 
 

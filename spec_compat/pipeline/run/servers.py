@@ -17,7 +17,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.inputs import verifier
+from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.run.config import ResolvedConfig, flag
 from spec_compat.pipeline.run.layout import Stage
 from spec_compat.pipeline.system.gpus import Gpu, visible
@@ -121,7 +121,8 @@ def check_fits(config: ResolvedConfig, gpus: list[Gpu]) -> None:
         )
     gpus = gpus[: config.tensor_parallel_size]  # vLLM takes the first ones
     least, share = min(gpu.total for gpu in gpus), config.gpu_memory_utilization
-    weights = verifier.weight_bytes(config.model) // config.tensor_parallel_size
+    verifier = Verifier(config.model, config.trust_remote_code)
+    weights = verifier.weight_bytes // config.tensor_parallel_size
     if weights > share * least:
         raise UserError(
             f"--model {config.model}: its weights take {size(weights)} of each GPU, "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.run.config import ResolvedConfig
 from spec_compat.pipeline.run.events import Events
 from spec_compat.pipeline.run.layout import Layout
@@ -24,6 +26,10 @@ class Job:
     datasets: tuple[Dataset, ...]
     manifest: Manifest
     events: Events
+
+    @cached_property
+    def verifier(self) -> Verifier:
+        return Verifier(self.config.model, self.config.trust_remote_code)
 
 
 @dataclass(frozen=True)

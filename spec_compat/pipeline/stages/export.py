@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
-from spec_compat.pipeline.head import check as check_head
-from spec_compat.pipeline.head.check import CONFIG, DTYPES, WEIGHTS
+from spec_compat.pipeline.head.check import CONFIG, DTYPES, WEIGHTS, head_problems, read_head
 from spec_compat.pipeline.run.manifest import digest_of
 from spec_compat.pipeline.run.stage import Job, Result
 from spec_compat.pipeline.system import atomic
@@ -18,12 +17,12 @@ def run(job: Job) -> Result:
     epochs = sorted(int(d.name) for d in layout.checkpoints.iterdir() if d.name.isdigit())
     checkpoint = layout.checkpoints / str(epochs[-1])
     job.events.doing(f"exporting epoch {epochs[-1] + 1}")
-    head = check_head.read(checkpoint)
+    head = read_head(checkpoint)
     config = head.config
     # The trainer's dtype, and the Python code that it saves beside the weights, stay behind.
-    config["dtype"] = DTYPES[head.tensors["fc.weight"]["dtype"]]
+    config["dtype"] = DTYPES[head.tensors["fc.weight"].dtype]
     config.pop("auto_map", None)
-    if problems := check_head.problems(head):
+    if problems := head_problems(head):
         raise RuntimeError(f"{checkpoint}: {'; '.join(problems)}")
     verifier = config["speculators_config"]["verifier"]
     verifier["name_or_path"] = job.config.verifier_name or job.config.model

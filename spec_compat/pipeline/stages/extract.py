@@ -22,7 +22,6 @@ from speculators.data_generation.vllm_hidden_states_generator import (
 import spec_compat
 from spec_compat.errors import UserError
 from spec_compat.pipeline.head import targets
-from spec_compat.pipeline.inputs import verifier
 from spec_compat.pipeline.rows import index as rows_index
 from spec_compat.pipeline.rows.index import Index
 from spec_compat.pipeline.rows.prepared import BAD_ROWS, LENGTHS, Prepared, bad_rows
@@ -198,7 +197,7 @@ def _check_space(
 ) -> None:
     """Refuse what the disk does not hold, before minutes are spent on loading the verifier."""
     config = job.config
-    hidden = verifier.read(config.model, config.trust_remote_code).hidden_size
+    hidden = job.verifier.geometry.hidden_size
     # vLLM computes in 16 bits, also where the weights are in float32.
     width = kind.token_bytes(len(config.layer_ids), hidden, torch.bfloat16)
     tokens = sum(lengths[name][row] for name, store in stores.items() for row in store.missing())
@@ -228,7 +227,7 @@ def _check_buffers(buffers: int, token_bytes: int, seq_length: int) -> None:
 def _look_ahead(job: Job) -> None:
     """Say now where the train stage will stop; the states may be wanted without a head."""
     try:
-        targets.refuse(job.config.model, job.config.trust_remote_code)
+        targets.refuse(job.verifier)
     except UserError as error:
         job.events.note(f"the train stage will stop: {error}")
 

@@ -11,7 +11,6 @@ from speculators.train.vocab_mapping import (
 from transformers import AutoTokenizer
 
 import spec_compat
-from spec_compat.pipeline.inputs import verifier
 from spec_compat.pipeline.run.manifest import digest_of
 from spec_compat.pipeline.run.stage import Job, Result
 from spec_compat.pipeline.system import atomic
@@ -27,7 +26,7 @@ def run(job: Job) -> Result:
     spec_compat.require(stage="map", scope="driver")
     job.events.doing("choosing the draft vocabulary")
     draft_size = job.config.draft_vocab_size
-    target_size = verifier.read(job.config.model, job.config.trust_remote_code).vocab_size
+    target_size = job.verifier.geometry.vocab_size
     directory = job.layout.vocab_mapping
     with atomic.replacing_directory(directory) as temporary:
         combine_token_frequency_distributions(

@@ -21,7 +21,8 @@ from speculators.data_generation.preprocessing import load_and_preprocess_datase
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline.inputs import conversations, verifier
+from spec_compat.pipeline.inputs import conversations
+from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.run.events import Events
 from spec_compat.pipeline.run.manifest import digest_of
 from spec_compat.pipeline.run.plan import Dataset
@@ -44,7 +45,7 @@ def run(job: Job) -> Result:
     """Write `prepared/<dataset>/`: columns input_ids and loss_mask, int64 of equal length a row."""
     spec_compat.require(stage="prepare", scope="driver")
     random.seed(job.config.seed)
-    check_loads(job.config.model, job.config.trust_remote_code)
+    check_loads(job.verifier)
     counts: Counter[str] = Counter()
     digests: dict[str, str] = {}
     outputs: dict[str, str] = {}
@@ -62,7 +63,7 @@ def run(job: Job) -> Result:
     return Result(digest_of(digests), dict(counts), outputs, size, digests)
 
 
-def check_loads(model: str, trust_remote_code: bool) -> None:
+def check_loads(verifier: Verifier) -> None:
     """Raise UserError where the verifier's tokenizer, or a config of its own, cannot be loaded.
 
     Whatever that raises: code that comes with a model may do anything.
@@ -70,16 +71,18 @@ def check_loads(model: str, trust_remote_code: bool) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     loads = {"config": AutoConfig, "tokenizer": AutoTokenizer}
-    if not verifier.brings_code(model):  # a type that transformers does not know, vLLM may
+    if not verifier.brings_code:  # a type that transformers does not know, vLLM may
         del loads["config"]
     for what, auto in loads.items():
         try:
-            auto.from_pretrained(model, trust_remote_code=trust_remote_code)
+            auto.from_pretrained(
+                verifier.name_or_path, trust_remote_code=verifier.trust_remote_code
+            )
         except Exception as error:
             if isinstance(error, OSError) and error.errno:  # of the disk
                 raise
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise UserError(f"--model {model}: its {what} cannot be loaded: {cause}") from error
+            raise verifier.error(f"its {what} cannot be loaded: {cause}") from error
 
 
 @contextmanager
@@ -142,11 +145,11 @@ def _prepare(
             "on and were dropped"
         )
     largest, digest = _measure(usable, counts)
-    known = verifier.read(config.model, config.trust_remote_code).vocab_size
+    known = job.verifier.geometry.vocab_size
     if largest >= known:  # vLLM's worker would end in the middle of them
-        raise UserError(
-            f"--model {config.model}: its tokenizer gives the id {largest}, and it has embeddings "
-            f"of {known} tokens, from 0 on"
+        raise job.verifier.error(
+            f"its tokenizer gives the id {largest}, and it has embeddings of {known} tokens, from "
+            "0 on"
         )
     usable.with_format("torch").save_to_disk(directory)
     return counts, digest

@@ -21,9 +21,8 @@ from transformers import LlamaConfig
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.pipeline.head import check as check_head
 from spec_compat.pipeline.head import targets
-from spec_compat.pipeline.inputs.verifier import read_config, text_config
+from spec_compat.pipeline.head.geometry import mapping_problems, rope
 from spec_compat.pipeline.rows import storage
 from spec_compat.pipeline.rows.prepared import LENGTHS
 from spec_compat.pipeline.run.config import MASK_BLOCK, ResolvedConfig
@@ -62,10 +61,10 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     if is_distributed:
         torch.distributed.barrier()
     seed_everything(config.seed)
-    verifier = targets.Verifier(config.model, config.trust_remote_code)
+    choices = targets.GreedyVerifier(job.verifier)
     model = draft_head(job)
     if rank == 0:
-        targets.check(model, verifier, _last_states(train.files[:CHECKED_ROWS]))
+        targets.check(model, choices, _last_states(train.files[:CHECKED_ROWS]))
     train_loader = loader(job, train, total_seq_len, world_size, rank, config.noise_std)
     validation_loader = loader(job, validation, total_seq_len, world_size, rank, 0)
     metrics = Metrics(job.events if rank == 0 else Events(), layout, first_epoch)
@@ -95,7 +94,7 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     trainer.run_training()
     seconds = time.monotonic() - begun
     job.events.doing("measuring the head on the rows that were held out")
-    acceptance = targets.acceptance(trainer.model, verifier, validation_loader, config.ttt_steps)
+    acceptance = targets.acceptance(trainer.model, choices, validation_loader, config.ttt_steps)
     if rank != 0:
         return Result("", {}, {})
     trained = (config.epochs - first_epoch) * sum(train.lengths)  # what was there before is not
@@ -145,15 +144,13 @@ def _last_states(files: list[Path]) -> torch.Tensor:
 def draft_head(job: Job) -> Any:
     """A new head for the verifier, with the mapping of the map stage."""
     config = job.config
-    verifier = text_config(config.model, config.trust_remote_code)
-    architectures = read_config(config.model).get("architectures") or []
     mapping = job.layout.vocab_mapping
     offsets, drafted = np.load(mapping / "d2t.npy"), np.load(mapping / "t2d.npy")
-    if problems := check_head.mapping_problems(offsets, drafted):
+    if problems := mapping_problems(offsets, drafted):
         raise UserError(f"{mapping}: {problems[0]}; make it again with --from map")
     d2t, t2d = torch.from_numpy(offsets), torch.from_numpy(drafted)
     head_config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer_config(verifier, config),
+        transformer_layer_config=layer_config(job.verifier.hf_text_config, config),
         draft_vocab_size=len(d2t),
         norm_before_residual=True,
         # Captured after layer k; for vLLM an id means before that layer.
@@ -162,7 +159,9 @@ def draft_head(job: Job) -> Any:
             algorithm="eagle3",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=config.ttt_steps)],
             default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=config.model, architectures=architectures),
+            verifier=VerifierConfig(
+                name_or_path=config.model, architectures=list(job.verifier.architectures)
+            ),
         ),
     )
     return Eagle3DraftModel(head_config, t2d=t2d, d2t=d2t)
@@ -174,7 +173,7 @@ def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
     `verifier` is the config of the language model, or of one wrapper around it.
     """
     text = verifier.get_text_config()
-    theta, scaling = check_head.rope(text.to_dict())
+    theta, scaling = rope(text.to_dict())
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     config = LlamaConfig(
         vocab_size=text.vocab_size,

@@ -172,11 +172,11 @@ def _guarded(command: Callable[[], int | None], resumable: bool = True) -> None:
             raise
         _fail(f"{error.name} is not installed; spec-compat doctor says what else is missing", 2)
     except OSError as error:
-        if not resumable or not disk.said(error):
+        if not resumable or not disk.described(error):
             raise
         if not error.filename:  # what is still in its buffer would fail once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        _fail(disk.said(error), 2)
+        _fail(disk.described(error), 2)
     except KeyboardInterrupt:
         if not resumable:
             raise

@@ -185,7 +185,7 @@ def without_rows(lab: Lab) -> Iterator[Case]:
         run = lab.without("extract", small / "run")
         lab.options = {"max_disk": "100kB"}
         code, _, error = lab.run(run)
-        yield {"max-disk": error, "ok": code == 2 and error.startswith("--max-disk 100kB: ")}
+        yield {"max-disk": error, "ok": code == 2 and error.startswith("--max-disk 100.0 kB: ")}
         lab.options = {}
         space = os.statvfs(small)
         inodes(space.f_files - space.f_ffree + 10)

@@ -30,7 +30,7 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.mark.parametrize(
     ("asked", "free", "message"),
     [
-        ({"max_disk": "50MB"}, 1 << 40, r"--max-disk 50MB: .* take 60.2 MB"),
+        ({"max_disk": "50MB"}, 1 << 40, r"--max-disk 50.0 MB: .* take 60.2 MB"),
         ({}, 50_000_000, r"1,000 tokens need 60.2 MB, 50.0 MB are free"),
         ({"sink_buffers": 10**5}, 1 << 40, r"--sink-buffers 100000: .*8,192 tokens take 47.0 TB"),
         ({}, 1 << 40, None),

@@ -76,6 +76,25 @@ def test_a_wrong_flag_is_named(flags: dict[str, object], expected: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("500GB", 500 * 10**9), ("2.5 TB", 2500 * 10**9), ("800M", 800 * 10**6), ("10k", 10_000),
+        ("12", 12), ("100kB", 100_000), (500, 500),
+    ],
+)  # fmt: skip
+def test_sizes_are_read_as_they_are_written(written: str | int, size: int) -> None:
+    options = config.load({**GIVEN, "max_disk": written})
+    assert options.max_disk == size
+    assert config.load({}, earlier=options.model_dump(mode="json")) == options
+
+
+@pytest.mark.parametrize("written", ["lots", "-5GB", "5XB", ""])
+def test_what_is_no_size_is_named(written: str) -> None:
+    with pytest.raises(UserError, match=f"--max-disk: could not .*, not '{written}'"):
+        config.load({**GIVEN, "max_disk": written})
+
+
 def test_what_is_missing_is_explained() -> None:
     with pytest.raises(UserError, match="--model is missing: Verifier"):
         config.load({"data": ["d.jsonl"], "output": "run"})

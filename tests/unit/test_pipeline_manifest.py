@@ -112,6 +112,14 @@ def test_a_moved_model_is_the_same_run(root: Path) -> None:
     manifest.refuse_another_run(begun, planned(root, model=str(moved)), None)
 
 
+def test_a_run_whose_manifest_has_max_disk_as_text_is_continued(root: Path) -> None:
+    begun = manifest.begin(planned(root))
+    begun.options["max_disk"] = "500GB"
+    options = config.load({}, earlier=begun.options)
+    assert options.max_disk == 500 * 10**9
+    manifest.refuse_another_run(begun, plan.make(options), None)
+
+
 def test_inputs_change_with_the_options_of_the_stage_and_what_came_before(root: Path) -> None:
     begun = manifest.begin(planned(root))
     begun.stages["prepare"] = StageRecord(inputs={}, started="", digest="one")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline.run.layout import STAGES, Stage
@@ -113,7 +113,7 @@ class RunConfig(BaseModel):
         0.8, None, "Share of each GPU that vLLM may take.", gt=0, le=1
     )
 
-    max_disk: str | None = _option(
+    max_disk: ByteSize | None = _option(
         None,
         None,
         "Refuse more hidden states than this, as 500GB (default: no limit).",
@@ -184,13 +184,6 @@ class RunConfig(BaseModel):
     verifier_name: str | None = _option(
         None, "export", "Name of the verifier in the head's config.json (default: --model)."
     )
-
-    @field_validator("max_disk")
-    @classmethod
-    def _check_max_disk(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"\d+(\.\d+)? ?[kKMGT]?B?", value):
-            raise ValueError("a size, as 500GB")
-        return value
 
     @field_validator("assistant_pattern")
     @classmethod

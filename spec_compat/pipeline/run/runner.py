@@ -75,7 +75,7 @@ def run(
     try:
         return _run(plan, display, first, last)
     except OSError as error:
-        if fault := disk.fault(error, plan.config.output):
+        if fault := disk.as_user_error(error, plan.config.output):
             raise UserError(f"--output {fault}") from error
         raise
 

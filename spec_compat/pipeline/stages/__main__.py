@@ -61,7 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 128 + signal.SIGTERM
     except Exception as error:
         _log_trace()
-        known = error if isinstance(error, UserError) else disk.fault(error, options.directory)
+        known = (
+            error if isinstance(error, UserError) else disk.as_user_error(error, options.directory)
+        )
         if isinstance(known, disk.Full):
             events.failed("full", str(known), known.place)
         elif known is not None:

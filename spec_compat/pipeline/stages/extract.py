@@ -276,7 +276,7 @@ def _extract(
 
 def _failure(job: Job, number: int, text: str) -> Exception:
     """What a writer in the worker stopped at."""
-    if fault := disk.fault(OSError(number, text, str(job.layout.gen)), job.layout.root):
+    if fault := disk.as_user_error(OSError(number, text, str(job.layout.gen)), job.layout.root):
         return fault
     return RuntimeError(f"a row could not be written: {text}")
 

@@ -71,10 +71,10 @@ def wait_for(directory: Path, needed: float, pause: bool, events: Listener) -> b
     free = shutil.disk_usage(directory).free
     if free >= needed:
         return False
-    said = f"{directory}: {size(needed)} are needed next, {size(free)} are free"
+    shortage = f"{directory}: {size(needed)} are needed next, {size(free)} are free"
     if not pause:
-        raise UserError(f"{said}; make space, and the same command goes on from here")
-    events.note(f"paused: {said}; it goes on by itself when there is space")
+        raise UserError(f"{shortage}; make space, and the same command goes on from here")
+    events.note(f"paused: {shortage}; it goes on by itself when there is space")
     events.doing("paused until there is space on the disk")
     while free < needed:
         time.sleep(POLL_SECONDS)
@@ -83,53 +83,49 @@ def wait_for(directory: Path, needed: float, pause: bool, events: Listener) -> b
     return True
 
 
-def refuse_beyond(limit: str | None, directory: Path, needed: float) -> None:
-    """Raise UserError when the run would take more than --max-disk."""
-    if limit is not None and needed > parse(limit):
+def refuse_beyond(limit: int | None, directory: Path, needed: float) -> None:
+    """Raise UserError when the run would take more bytes than --max-disk."""
+    if limit is not None and needed > limit:
         raise UserError(
-            f"--max-disk {limit}: the rows in {directory} take {size(needed)}; allow more, or "
-            "take fewer rows with --max-samples"
+            f"--max-disk {size(limit)}: the rows in {directory} take {size(needed)}; allow more, "
+            "or take fewer rows with --max-samples"
         )
 
 
-def parse(text: str) -> float:
-    """Bytes of a size as it is written: 500GB, 2.5 TB, 800M. Raises ValueError."""
-    number = text.strip().upper().removesuffix("B").strip()
-    factor = 1000 ** ("KMGT".find(number[-1:]) + 1) if number[-1:] in "KMGT" else 1
-    return float(number.rstrip("KMGT")) * factor
-
-
-def said(error: OSError) -> str:
+def described(error: OSError) -> str:
     """One line for what its user can mend at a file, empty for another error."""
     if error.errno not in (*ERRORS, *MISPLACED):
         return ""
-    return f"{error.filename or 'standard output'}: {os.strerror(error.errno).lower()}"
+    return f"{error.filename or 'standard output'}: {_reason(error.errno)}"
 
 
-def fault(error: BaseException, run: Path) -> UserError | None:
-    """An error of one line that the disk is the cause of, Full where space is to be waited for."""
-    number = error.errno if isinstance(error, OSError) else None
-    where = Path(str((isinstance(error, OSError) and error.filename) or run))
+def as_user_error(error: BaseException, run: Path) -> UserError | None:
+    """The error as one line with a remedy, if the disk caused it; Full if space is worth a wait."""
+    number, file = (error.errno, error.filename) if isinstance(error, OSError) else (None, None)
+    where = Path(str(file or run))
     if not run.is_dir():
         return UserError(f"{run}: the directory is gone")
     if number in MISPLACED and where.is_relative_to(run):
-        said = os.strerror(number or 0).lower()
         return UserError(
-            f"{where}: {said}; move away what is in its place, and the same command goes on"
+            f"{where}: {_reason(number)}; move away what is in its place, and the same command "
+            "goes on"
         )
     if number not in ERRORS and shutil.disk_usage(run).free < FULL:
         number, where = errno.ENOSPC, run  # torch and safetensors have errors of their own for it
     if number not in ERRORS:
         return None
-    said = os.strerror(number or 0).lower()
-    named = isinstance(error, OSError) and error.filename
-    if number == errno.ENOSPC and not named and shutil.disk_usage(run).free >= MORE:
+    reason = _reason(number)
+    if number == errno.ENOSPC and not file and shutil.disk_usage(run).free >= MORE:
         places = f"{run}, {SHARED} or {tempfile.gettempdir()}"  # semaphores name no place
-        return UserError(f"{places}: {said}; make space there, and the same command goes on")
-    line = f"{where}: {said}; what is whole is kept, and the same command goes on from there"
+        return UserError(f"{places}: {reason}; make space there, and the same command goes on")
+    line = f"{where}: {reason}; what is whole is kept, and the same command goes on from there"
     if number == errno.ENOSPC and where.is_relative_to(run):
         place = next(path for path in (where, *where.parents) if path.is_dir())
         inodes = os.statvfs(place)
         if not inodes.f_files or inodes.f_favail >= INODES:  # how many would do, nobody knows
             return Full(line, place)
     return UserError(line)
+
+
+def _reason(number: int | None) -> str:
+    return os.strerror(number or 0).lower()

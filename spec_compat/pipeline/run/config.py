@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.run.layout import STAGES, Stage
+from spec_compat.pipeline.run.layout import Stage
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -234,12 +234,6 @@ def options_of(config: RunConfig, stage: Stage) -> dict[str, Any]:
     """The options, as JSON values, that the stage is the first to depend on."""
     values = config.model_dump(mode="json")
     return {name: value for name, value in values.items() if stage_of(name) == stage}
-
-
-def first_stage(options: set[str]) -> Stage | None:
-    """The earliest stage that depends on one of the options."""
-    stages = {stage_of(option) for option in options}
-    return next((stage for stage in STAGES if stage in stages), None)
 
 
 def load(

@@ -11,8 +11,6 @@ Fix      An epoch is written into a hidden directory, with the checksums of its 
 Remove when speculators 0.3 and 0.4 are no longer supported.
 """
 
-import hashlib
-import os
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -21,11 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from spec_compat.files import sha256, sync
 from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
 
 SUMS = "SHA256SUMS"
 FILES = ("config.json", "model.safetensors", "optimizer_state_dict.pt")
-CHUNK = 1 << 20
 
 patch = Patch(
     module="speculators.train.trainer",
@@ -64,7 +62,7 @@ def save(original: Callable[..., None], module: ModuleType) -> Callable[..., Non
             shutil.rmtree(path / str(epoch), ignore_errors=True)
             (part / str(epoch)).rename(path / str(epoch))
             part.rmdir()
-            _sync(path)
+            sync(path)
         if self.is_distributed:
             module.dist.barrier()
 
@@ -92,10 +90,10 @@ def previous(original: Callable[..., int], module: ModuleType) -> Callable[..., 
 def _seal(directory: Path) -> None:
     """Record the files' checksums, and sync all of it."""
     files = sorted(file for file in directory.iterdir() if file.name != SUMS)
-    lines = "".join(f"{_sha256(file)}  {file.name}\n" for file in files)
+    lines = "".join(f"{sha256(file)}  {file.name}\n" for file in files)
     (directory / SUMS).write_text(lines, encoding="utf-8")
     for path in (*files, directory / SUMS, directory):
-        _sync(path)
+        sync(path)
 
 
 def _is_whole(directory: Path) -> bool:
@@ -108,23 +106,7 @@ def _is_whole(directory: Path) -> bool:
         lines = (directory / SUMS).read_text(encoding="utf-8").splitlines()
         sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
         return sums.keys() >= set(FILES) and all(
-            _sha256(directory / name) == digest for name, digest in sums.items()
+            sha256(directory / name) == digest for name, digest in sums.items()
         )
     except (OSError, ValueError):
         return False
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

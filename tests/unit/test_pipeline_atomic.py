@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spec_compat import files
 from spec_compat.pipeline.system import atomic
 
 
@@ -91,5 +92,5 @@ def test_a_directory_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_the_digest_is_sha256(tmp_path: Path) -> None:
     file = tmp_path / "f"
-    file.write_bytes(b"x" * (atomic.CHUNK + 1))
+    file.write_bytes(b"x" * (files.CHUNK + 1))
     assert atomic.sha256(file) == hashlib.sha256(file.read_bytes()).hexdigest()

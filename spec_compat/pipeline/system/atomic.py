@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-CHUNK = 1 << 20
+from spec_compat.files import sha256, sync
+
+__all__ = ["Stamp", "replacing", "replacing_directory", "sha256", "sync", "write_text"]
 
 
 class Stamp(NamedTuple):
@@ -74,29 +74,5 @@ def write_text(path: Path, text: str) -> None:
         stream.write(text.encode("utf-8"))
 
 
-def sha256(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
-    """Hex digest of a file's content, or of what was read when it was stopped."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while (chunk := stream.read(CHUNK)) and not stopped():
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file, or the names in a directory.
-
-    Some network file systems do not sync directories; there the server does it by itself.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
-            raise
-    finally:
-        os.close(descriptor)

@@ -166,7 +166,7 @@ def trainer(given: argparse.Namespace, batches: Counted, directory: Path) -> Cal
     from speculators.train.trainer import Trainer, TrainerConfig
 
     from spec_compat.pipeline.inputs.verifier import Verifier
-    from spec_compat.pipeline.stages.train import draft_head
+    from spec_compat.pipeline.stages.training import draft_head
 
     model = str(verifier(given, directory / "verifier"))
     job: Any = SimpleNamespace(

@@ -17,7 +17,6 @@ from spec_compat.cli import doctor as checkup
 from spec_compat.cli import execute, patches
 from spec_compat.cli.options import with_run_options
 from spec_compat.errors import SpecCompatError, UserError
-from spec_compat.pipeline.run.layout import Stage
 from spec_compat.pipeline.system import disk, processes
 
 app = typer.Typer(
@@ -65,7 +64,7 @@ def _pipeline(*given: Any) -> None:
     run.pipeline(*given)
 
 
-def _stage_command(stage: Stage, summary: str) -> None:
+def _stage_command(stage: str, summary: str) -> None:
     def command(flags: dict[str, Any], config: ConfigFile = None, dry_run: DryRun = False) -> None:
         _guarded(lambda: _pipeline(flags, config, stage, stage, dry_run))
 

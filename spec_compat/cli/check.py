@@ -17,7 +17,8 @@ from rich.table import Table
 from spec_compat import versions
 from spec_compat.pipeline.head import releases, serve
 from spec_compat.pipeline.head.check import Head, check_head
-from spec_compat.pipeline.head.serve import Run, Served
+from spec_compat.pipeline.head.serve import Served
+from spec_compat.pipeline.origin import Origin, origin
 
 # Share of a text from which on it passes for the verifier's own.
 OWN = 0.9
@@ -49,7 +50,7 @@ def head(
     if with_vllm and not problems:
         problems += _serving(architectures, interpreter, sure=True)
     if with_vllm and not problems:
-        run = serve.run_of(directory)
+        run = origin(directory)
         served = _serve(directory, found, interpreter, prompts, run, options)
         content |= {"served": asdict(served), "expected": run.expected if run else None}
         content["own_answers"] = run.own if run else None
@@ -108,7 +109,7 @@ def _serve(
     head: Head,
     python: Path,
     prompts: Path | None,
-    run: Run | None,
+    run: Origin | None,
     options: dict[str, Any],
 ) -> Served:
     if prompts is not None:

@@ -13,26 +13,27 @@ from spec_compat import registry, versions
 from spec_compat.errors import UserError
 from spec_compat.pipeline.head import releases
 from spec_compat.pipeline.inputs.weights import Weights
-from spec_compat.pipeline.run import config, display, manifest, runner
+from spec_compat.pipeline.run import config, display, manifest, staleness
 from spec_compat.pipeline.run import plan as plans
 from spec_compat.pipeline.run.display import Display, closing_tables
-from spec_compat.pipeline.run.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.run.layout import Layout
 from spec_compat.pipeline.run.plan import Plan
+from spec_compat.pipeline.run.runner import Run
+from spec_compat.pipeline.run.stage import Stages, selected
+from spec_compat.pipeline.stages import EXPORT, STAGES
 from spec_compat.pipeline.system.disk import expanded
 from spec_compat.pipeline.system.units import size
 from spec_compat.support import support
 
 # A parameter, its gradient and Adam's two moments, in float32.
 TRAINED_BYTES = 16
-PUBLIC_STAGES = tuple(stage for stage in STAGES if stage != "export")
 
 
 def pipeline(
     flags: dict[str, Any], file: Path | None, first: str | None, last: str | None, dry_run: bool
 ) -> None:
     """Check everything that can be checked, then run. Raises UserError before anything is made."""
-    begin, end = _stage("--from", first), _stage("--to", last)
-    runner.selected(begin, end)
+    chosen = selected(STAGES, first, last)
     found = support().check(versions.detect())
     for problem in found.problems:
         raise UserError(problem)
@@ -43,16 +44,17 @@ def pipeline(
     for warning in [*found.warnings, *registry.overrides()]:
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
-        earlier = manifest.find(plan.config.output)
+        earlier = manifest.find(plan.config.output, STAGES)
         if earlier is not None:
-            manifest.refuse_another_run(earlier, plan, begin)
-        _print_plan(console, plan, runner.selected(begin, end))
+            asked_for = chosen[0] if first else None
+            staleness.refuse_another_run(earlier, plan, STAGES, asked_for)
+        _print_plan(console, plan, chosen)
         return
     with Display(console) as shown:
-        finished = runner.run(plan, shown, begin, end)
-    for table in closing_tables(finished):
+        finished = Run(plan, STAGES, shown, first, last).go()
+    for table in closing_tables(finished, STAGES):
         console.print(table)
-    if "export" in runner.selected(begin, end):
+    if EXPORT in chosen:
         _print_head(console, plan)
 
 
@@ -65,27 +67,18 @@ def _options(
     """
     from_file = config.read_toml(file) if file else {}
     output = flags.get("output", from_file.get("output"))
-    earlier = manifest.find(expanded(output)) if output else None
+    earlier = manifest.find(expanded(output), STAGES) if output else None
     if earlier is None:
         return config.load(flags, file), {}
     return config.load(flags, file, earlier.options), earlier.weights
 
 
-def _stage(option: str, name: str | None) -> Stage | None:
-    for stage in PUBLIC_STAGES:
-        if name == stage:
-            return stage
-    if name is None:
-        return None
-    raise UserError(f"{option} {name}: no such stage; there are {', '.join(PUBLIC_STAGES)}")
-
-
-def _print_plan(console: Console, plan: Plan, stages: tuple[Stage, ...]) -> None:
+def _print_plan(console: Console, plan: Plan, stages: Stages) -> None:
     def line(name: str, text: object) -> None:
         console.print(f"{name:<12} {text}", markup=False, highlight=False, soft_wrap=True)
 
     options, verifier, geometry = plan.config, plan.verifier, plan.verifier.geometry
-    line("stages", ", ".join(stages))
+    line("stages", ", ".join(stage.name for stage in stages))
     line("model", options.model)
     line(
         "",

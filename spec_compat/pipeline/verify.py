@@ -24,6 +24,7 @@ from spec_compat.pipeline.run import manifest
 from spec_compat.pipeline.run.config import ResolvedConfig
 from spec_compat.pipeline.run.layout import Layout
 from spec_compat.pipeline.run.plan import name_datasets
+from spec_compat.pipeline.stages import EXTRACT, STAGES
 from spec_compat.pipeline.system import atomic
 from spec_compat.pipeline.system.units import size
 
@@ -103,10 +104,10 @@ def verify(root: Path, samples: int = 4, progress: Progress = lambda *_: None) -
 
 def _altered(layout: Layout) -> list[str]:
     """Files of all stages that are not what the manifest recorded."""
-    there = manifest.find(layout.root)
+    there = manifest.find(layout.root, STAGES)
     problems = []
     for record in there.stages.values() if there else ():
-        for name, digest in record.outputs.items():
+        for name, digest in record.result.outputs.items() if record.result else ():
             file = layout.root / name
             if not file.is_file():
                 problems.append(f"{name}: the file is missing")
@@ -124,8 +125,8 @@ def _run(root: Path) -> tuple[Layout, ResolvedConfig]:
         raise UserError(f"{root}: no such directory")
     if not Layout(root).manifest.is_file():
         raise UserError(f"{root}: not the directory of a run: it has no manifest.json")
-    there = manifest.find(root)
-    if there is None or "extract" not in there.stages:
+    there = manifest.find(root, STAGES)
+    if there is None or there.record(EXTRACT) is None:
         raise UserError(f"{root}: no rows have been extracted in this directory")
     return Layout(root.resolve()), ResolvedConfig.model_validate(there.options)
 

@@ -234,7 +234,8 @@ def test_training_without_the_final_norm_is_refused(run: Path) -> None:
 
 def test_a_shuffled_d2t_is_refused_before_training(run: Path) -> None:
     from spec_compat.pipeline.run.layout import Layout
-    from spec_compat.pipeline.run.manifest import Manifest
+    from spec_compat.pipeline.run.manifest import find
+    from spec_compat.pipeline.stages import STAGES
     from spec_compat.pipeline.system import atomic
 
     file = run / "vocab_mapping" / "d2t.npy"
@@ -243,8 +244,11 @@ def test_a_shuffled_d2t_is_refused_before_training(run: Path) -> None:
     assert done.returncode == 2
     assert "vocab_mapping/d2t.npy has been altered" in done.stderr
     # As if the map stage had written it.
-    made = Manifest.model_validate_json((run / "manifest.json").read_text())
-    made.stages["map"].outputs["vocab_mapping/d2t.npy"] = atomic.sha256(file)
+    made = find(run, STAGES)
+    assert made is not None
+    mapped = made.stages["map"].result
+    assert mapped is not None
+    mapped.outputs["vocab_mapping/d2t.npy"] = atomic.sha256(file)
     made.save(Layout(run))
     done = trained_again(run)
     assert done.returncode == 2
@@ -259,13 +263,12 @@ def test_targets_that_are_not_the_verifiers_are_refused(
 ) -> None:
     from spec_compat.pipeline.head import targets
     from spec_compat.pipeline.run.events import Events
-    from spec_compat.pipeline.stages import __main__ as stage
-    from spec_compat.pipeline.stages import train
+    from spec_compat.pipeline.stages import entry, training
 
     monkeypatch.setattr(os, "environ", environment())
-    job = stage._job(finished[0], Events())
+    job = entry.job(finished[0], Events())
     files = sorted((finished[0] / "gen" / "talks").glob("data_*.pt"))[:4]
-    states, head = train._last_states(files), train.draft_head(job)
+    states, head = training.last_states(files), training.draft_head(job)
     verifier = targets.GreedyVerifier(job.verifier)
     targets.check(head, verifier, states)
 

@@ -166,11 +166,10 @@ def trained(run: Path) -> Any:
     from safetensors.torch import load_file
 
     from spec_compat.pipeline.run.events import Events
-    from spec_compat.pipeline.stages import __main__ as stage
-    from spec_compat.pipeline.stages import train
+    from spec_compat.pipeline.stages import entry, training
 
     spec_compat.require(stage="train", scope="driver")
-    model = train.draft_head(stage._job(run, Events())).eval()
+    model = training.draft_head(entry.job(run, Events())).eval()
     missing, unknown = model.load_state_dict(load_file(run / "head/model.safetensors"), False)
     assert not unknown
     assert not any(name.startswith(("layers.", "fc.", "norm.", "lm_head.")) for name in missing)

@@ -68,6 +68,7 @@ def test_the_server_accepts_what_training_reported(
 ) -> None:
     from spec_compat.pipeline.head import serve
     from spec_compat.pipeline.head.check import read_head
+    from spec_compat.pipeline.origin import origin
 
     done = cli("check-head", str(trained / "head"), "--serve", "--python", str(serving), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,7 +84,7 @@ def test_the_server_accepts_what_training_reported(
     assert abs(served["acceptance"][0] - expected[0]) < 0.05, (served, expected)
 
     bare = untrained(trained / "head", tmp_path / "untrained")
-    run = serve.run_of(trained / "head")
+    run = origin(trained / "head")
     assert run is not None
     asked = serve.request(read_head(bare), run.prompts, run.options)
     floor = serve.decode(serving, asked, bare)

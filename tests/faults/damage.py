@@ -25,16 +25,16 @@ import torch
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline.rows.index import Index
-from spec_compat.pipeline.run import manifest
-from spec_compat.pipeline.run.layout import Layout, Stage
-from spec_compat.pipeline.run.manifest import Manifest
+from spec_compat.pipeline.run import staleness
+from spec_compat.pipeline.run.layout import Layout
+from spec_compat.pipeline.stages import STAGES
 from spec_compat.pipeline.system import disk
 from spec_compat.pipeline.verify import verify
 from tests.faults.forked import Faults
-from tests.faults.harness import Lab, differing, leftovers, preload
+from tests.faults.harness import Lab, differing, leftovers, manifest, preload
 
 # One file of each kind, with the stage that makes it.
-KINDS: dict[str, Stage] = {
+KINDS: dict[str, str] = {
     "prepared/talks/data-00000-of-00001.arrow": "prepare",
     "prepared/talks/token_freq.pt": "prepare",
     "gen/talks/data_3.pt": "extract",
@@ -79,9 +79,9 @@ def flips(lab: Lab) -> Iterator[Case]:
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(lab.reference, run)
         flipped(run / name, keep_time=False)
-        made = manifest.find(run)
-        assert made is not None
-        reason = manifest.fault(made, lab.plan(run), Layout(run), stage) or ""
+        made = next(s for s in STAGES if s.name == stage)
+        due = staleness.due(manifest(run), lab.plan(run), made)
+        reason = due.reason if due else ""
         flipped(run / name, keep_time=False)
         flipped(run / name, keep_time=True)
         said = [
@@ -95,7 +95,7 @@ def flips(lab: Lab) -> Iterator[Case]:
     shutil.copytree(lab.reference, run)
     flipped(run / "manifest.json", keep_time=True)
     try:
-        manifest.find(run)
+        manifest(run)
         yield {"flip": "manifest.json", "ok": False}
     except UserError as error:
         yield {"flip": "manifest.json", "next run": str(error), "ok": "manifest.json" in str(error)}
@@ -142,7 +142,7 @@ def foreign(lab: Lab) -> Iterator[Case]:
 
 def failures(lab: Lab) -> Iterator[Case]:
     """An operation on a file fails: one line says so, and the run goes on when it does not."""
-    stages: tuple[Stage, ...] = ("prepare", "map", "train", "export")
+    stages: tuple[str, ...] = ("prepare", "map", "train", "export")
     for turn, (number, said) in enumerate(SAID.items()):
         for stage in stages[turn % 2 :: 2]:
             run = lab.without(stage, lab.directory / "failing")
@@ -247,9 +247,9 @@ def pickled(lab: Lab) -> Iterator[Case]:
         shutil.copytree(lab.reference / "checkpoints" / "0", last)
         (last / "SHA256SUMS").unlink()
         torch.save(Evil(canary), last / name)
-        record = Manifest.model_validate_json((lab.reference / "manifest.json").read_text())
+        record = manifest(lab.reference)
         record.stages["train"].finished = None
-        record.stages["train"].outputs = {}  # what is recorded there and altered is not even read
+        record.stages["train"].result = None  # an altered file that it lists is not even read
         record.save(Layout(run))
         code, _, error = lab.run(run)
         ok = code == 1 and "UnpicklingError" in error and not canary.exists()
@@ -281,7 +281,7 @@ def full(lab: Lab) -> Iterator[Case]:
     try:
         # Training knows what it needs; the runner waits for what its manifest needs; and a stage
         # that another program has taken the space from is begun again.
-        cases: tuple[tuple[Stage, str, float], ...] = (
+        cases: tuple[tuple[str, str, float], ...] = (
             ("train", "pause", 0.6),
             ("train", "stop", 0.6),
             ("map", "pause", 0.0),

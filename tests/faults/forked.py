@@ -116,11 +116,11 @@ class Forked:
             os.environ.update(env)
             with groups.open("a") as stream:
                 stream.write(f"{os.getpid()}\n")
-            from spec_compat.pipeline.stages import __main__ as stage
+            from spec_compat.pipeline.stages import entry
 
             faults.arm()
-            words = command[command.index("spec_compat.pipeline.stages") + 1 :]
-            code = stage.main(words)
+            words = command[command.index("spec_compat.pipeline") + 1 :]
+            code = entry.main(words)
             faults.report(words[0])
             sys.stdout.flush()
             sys.stderr.flush()

@@ -28,9 +28,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import spec_compat  # noqa: F401
 from spec_compat.errors import SpecCompatError, UserError
-from spec_compat.pipeline.run import config, plan, runner
-from spec_compat.pipeline.run.layout import STAGES, Layout, Stage
-from spec_compat.pipeline.run.manifest import Manifest
+from spec_compat.pipeline.run import config, plan, process
+from spec_compat.pipeline.run.events import Event, Note
+from spec_compat.pipeline.run.layout import Layout
+from spec_compat.pipeline.run.manifest import Manifest, find
+from spec_compat.pipeline.run.runner import Run
+from spec_compat.pipeline.stages import STAGES
 from spec_compat.pipeline.system import processes
 from tests import tiny_models
 from tests.faults.forked import Faults, Stages, is_gone, kill_group, members
@@ -82,15 +85,24 @@ class Quiet:
     def again(self, stage: str, reason: str) -> None:
         self.lines.append(f"{stage}: {reason}")
 
-    def event(self, event: dict[str, Any]) -> None:
-        if event["event"] == "note":
-            self.lines.append(event["text"])
-            self.notes.write_text("\n".join(self.lines))
+    def event(self, event: Event) -> None:
+        if isinstance(event, Note):
+            self.note(event.text)
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+        self.notes.write_text("\n".join(self.lines))
+
+    def doing(self, text: str, total: int | None = None) -> None:
+        pass
+
+    def progress(self, done: int, note: str = "") -> None:
+        pass
 
     def start(self, stage: str) -> None:
         pass
 
-    def done(self, stage: str, record: Any) -> None:
+    def done(self, stage: str, seconds: float) -> None:
         pass
 
 
@@ -147,7 +159,7 @@ class Lab:
         _, status = os.waitpid(pid, 0)
         shown = json.loads(answer.read_text()) if answer.exists() else {"error": ""}
         wait_until_gone(groups)
-        wait_until_free(Layout(run).lock)
+        wait_until_free(run / ".lock")
         return os.waitstatus_to_exitcode(status), shown, shown["error"]
 
     def notes(self, run: Path) -> Path:
@@ -157,10 +169,10 @@ class Lab:
     def _run(self, run: Path, faults: Faults, groups: Path, answer: Path) -> None:
         code, display, error = 70, Quiet(self.notes(run)), ""
         try:
-            runner.subprocess = Stages(faults, groups)  # type: ignore[attr-defined]
+            process.subprocess = Stages(faults, groups)  # type: ignore[attr-defined]
             try:
                 with processes.stopped_once():
-                    runner.run(self.plan(run), display)  # type: ignore[arg-type]
+                    Run(self.plan(run), STAGES, display).go()  # type: ignore[arg-type]
                 code = 0
             except SpecCompatError as failure:
                 code, error = 2 if isinstance(failure, UserError) else 1, str(failure)
@@ -171,21 +183,27 @@ class Lab:
         finally:
             os._exit(code)
 
-    def without(self, stage: Stage, run: Path) -> Path:
+    def without(self, stage: str, run: Path) -> Path:
         """A copy of the finished run in which this stage was not done; those after it were."""
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(self.reference, run)
         layout = Layout(run)
-        manifest = Manifest.model_validate_json(layout.manifest.read_text())
-        del manifest.stages[stage]
-        manifest.save(layout)
-        layout.clear(stage)
+        made = manifest(run)
+        del made.stages[stage]
+        made.save(layout)
+        layout.clear(next(s.writes for s in STAGES if s.name == stage))
         return run
 
-    def operations(self, stage: Stage) -> tuple[int, float]:
+    def operations(self, stage: str) -> tuple[int, float]:
         """Operations on files of the run that the stage does, and its seconds."""
-        manifest = Manifest.model_validate_json((self.reference / "manifest.json").read_text())
-        return int((self.counted / stage).read_text()), manifest.stages[stage].seconds
+        seconds = manifest(self.reference).stages[stage].seconds
+        return int((self.counted / stage).read_text()), seconds
+
+
+def manifest(run: Path) -> Manifest:
+    found = find(run, STAGES)
+    assert found is not None
+    return found
 
 
 def begun(groups: Path) -> list[int]:
@@ -267,7 +285,7 @@ def leftovers(run: Path) -> list[str]:
     return sorted(path.relative_to(run).as_posix() for path in hidden)
 
 
-def points(lab: Lab, shares: dict[Stage, int], seed: int) -> Iterator[dict[str, Any]]:
+def points(lab: Lab, shares: dict[str, int], seed: int) -> Iterator[dict[str, Any]]:
     """So many points spread over each stage, killed in turns."""
     chance = random.Random(seed)
     turn = 0
@@ -299,7 +317,7 @@ def try_point(lab: Lab, point: dict[str, Any]) -> dict[str, Any]:
     found = {**point, "code": code, "error": error, "seconds": round(time.monotonic() - begun, 1)}
     found["differs"] = differing(lab, run) if after == 0 else [resumed]
     found["left"] = leftovers(run)
-    expected = [stage for stage in STAGES if stage != point["stage"]]
+    expected = [stage.name for stage in STAGES if stage.name != point["stage"]]
     skips = shown.get("skips", [])
     found["redone"] = [stage for stage in expected if stage not in skips]
     found["ok"] = not (found["differs"] or found["left"] or found["redone"])
@@ -337,7 +355,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--points", type=int, default=100)
-    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--stages", default=",".join(map(str, STAGES)))
     parser.add_argument(
         "--extract", type=int, help="points in extract, the slowest (default: a share)"
     )

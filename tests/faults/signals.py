@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spec_compat.pipeline.run import runner
-from spec_compat.pipeline.run.layout import Stage
+from spec_compat.pipeline.run import process
 from spec_compat.pipeline.system import processes
 from tests.e2e.conftest import command, environment
 from tests.faults.harness import OPTIONS, Lab
@@ -19,7 +18,7 @@ from tests.faults.harness import OPTIONS, Lab
 # From the signal to the end of the command: it takes one or two, and several on a busy machine.
 # At once is less than a stage is given to end by itself.
 SECONDS, AT_ONCE = 20.0, 8.0
-assert runner.GRACE_SECONDS > AT_ONCE
+assert process.GRACE_SECONDS > AT_ONCE
 KILLED = "killed by SIGKILL, by hand or because memory ran out; the log is "
 
 
@@ -46,7 +45,7 @@ class Run:
         )
 
     def begin_until(
-        self, stage: Stage, when: Callable[[Run], bool], *more: str
+        self, stage: str, when: Callable[[Run], bool], *more: str
     ) -> subprocess.Popen[str]:
         process = self.begin(*more)
         log = self.output / "logs" / f"{stage}.log"

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from spec_compat.pipeline.run.layout import Stage
 from tests.faults.harness import Lab, differing
 from tests.faults.signals import (
     Run,
@@ -43,7 +42,7 @@ SHORT = {
 }
 LONG = {"harness": ("--points", str(POINTS)), "damage": ()}
 # Where, when, how; and whether in the short form too.
-STRUCK: tuple[tuple[Stage, Callable[[Run], bool], Callable[..., str], bool], ...] = (
+STRUCK: tuple[tuple[str, Callable[[Run], bool], Callable[..., str], bool], ...] = (
     ("prepare", begun, ctrl_c, True),
     ("prepare", begun, ctrl_c_twice, False),
     ("prepare", begun, kill_stage, False),
@@ -111,7 +110,7 @@ def test_disks_that_fail_and_bytes_that_flip_are_found(
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_struck_it_ends_soon_says_why_and_leaves_nothing(
-    stage: Stage,
+    stage: str,
     when: Callable[[Run], bool],
     strike: Callable[..., str],
     lab: Path,

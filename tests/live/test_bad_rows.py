@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from spec_compat.pipeline.stages import extract
+from spec_compat.pipeline.stages import extraction as extract
 from spec_compat.pipeline.rows.prepared import BAD_ROWS, LENGTHS, Prepared
 from spec_compat.pipeline.rows.storage import INDEX, RowFiles, Shards
 

@@ -80,7 +80,7 @@ def served(config: LlamaConfig) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", ROTARY)
 def test_training_and_vllm_turn_alike(case: str) -> None:
-    from spec_compat.pipeline.stages.train import layer_config
+    from spec_compat.pipeline.stages.training import layer_config
 
     config = layer_config(verifier(**ROTARY[case]), OPTIONS)
     assert config.rope_theta == THETA.get(case, 1e4)
@@ -89,7 +89,7 @@ def test_training_and_vllm_turn_alike(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["linear", "llama 3", "yarn"])
 def test_a_scaling_is_the_verifiers(case: str) -> None:
-    from spec_compat.pipeline.stages.train import layer_config
+    from spec_compat.pipeline.stages.training import layer_config
 
     config = verifier(**ROTARY[case])
     torch.testing.assert_close(trained(layer_config(config, OPTIONS)), trained(config))
@@ -97,7 +97,7 @@ def test_a_scaling_is_the_verifiers(case: str) -> None:
 
 def test_the_layer_is_one_that_vllm_knows_whatever_the_verifiers_is() -> None:
     """vLLM's Llama layer refuses every activation but silu."""
-    from spec_compat.pipeline.stages.train import layer_config
+    from spec_compat.pipeline.stages.training import layer_config
 
     gemma = Gemma2Config(head_dim=32, hidden_activation="gelu_pytorch_tanh")
     config = layer_config(gemma, OPTIONS)

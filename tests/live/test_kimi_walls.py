@@ -113,7 +113,7 @@ def test_the_dataset_is_read_as_the_hub_has_it(
     from pyarrow import parquet
 
     from spec_compat.pipeline.run import plan
-    from spec_compat.pipeline.stages import prepare
+    from spec_compat.pipeline.stages import tokenization as prepare
 
     talks = kimi.write_conversations(tmp_path / "talks.jsonl", 6)
     written = [json.loads(line) for line in talks.read_text("utf-8").splitlines()]
@@ -235,7 +235,7 @@ def test_the_geometry_of_the_verifiers_attention_is_none_for_a_head(
     """transformers calls the rotary part of a key its width; what is asked for is what is made."""
     from spec_compat.pipeline.head.geometry import expected_shapes
     from spec_compat.pipeline.run import plan
-    from spec_compat.pipeline.stages import train
+    from spec_compat.pipeline.stages import training as train
     from spec_compat.pipeline.run.config import RunConfig
 
     wrapper = transformers.AutoConfig.from_pretrained(mini_kimi, trust_remote_code=True)

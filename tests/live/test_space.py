@@ -12,7 +12,7 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.stages import extract
+from spec_compat.pipeline.stages import extraction as extract
 from spec_compat.pipeline.run import plan as plans
 from spec_compat.pipeline.run.config import RunConfig
 from spec_compat.pipeline.run.events import Events

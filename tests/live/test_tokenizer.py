@@ -11,7 +11,7 @@ import pytest
 from spec_compat.errors import UserError
 from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.run import plan
-from spec_compat.pipeline.stages import prepare
+from spec_compat.pipeline.stages import tokenization as prepare
 from spec_compat.pipeline.run.config import RunConfig
 from spec_compat.pipeline.run.events import Events
 from spec_compat.pipeline.run.layout import Layout

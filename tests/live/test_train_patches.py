@@ -39,7 +39,7 @@ def new_head(verifier: Path, **options: int) -> Any:
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from spec_compat.pipeline.stages.train import layer_config
+    from spec_compat.pipeline.stages.training import layer_config
 
     t2d = torch.zeros(512, dtype=torch.bool)
     t2d[OFFSET : OFFSET + DRAFTED] = True

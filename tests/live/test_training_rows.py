@@ -43,7 +43,7 @@ def job(tmp_path: Path) -> Any:
 def test_every_row_is_whole_in_one_batch(job: Any) -> None:
     """E2: 0.4 looks lengths up by file number, 0.3 guesses them: one too low cuts a row off."""
     from spec_compat.pipeline.stages.loader import loader
-    from spec_compat.pipeline.stages.train import split
+    from spec_compat.pipeline.stages.training import split
 
     train, _ = split(job, 1)
     found: list[int] = []
@@ -69,7 +69,7 @@ def test_every_row_is_whole_in_one_batch(job: Any) -> None:
 def test_both_halves_have_rows_and_no_row_is_in_both(
     ratio: float, world_size: int, job: Any
 ) -> None:
-    from spec_compat.pipeline.stages.train import split
+    from spec_compat.pipeline.stages.training import split
 
     job.config.val_ratio = ratio
     halves = split(job, world_size)
@@ -80,7 +80,7 @@ def test_both_halves_have_rows_and_no_row_is_in_both(
 
 
 def test_too_few_rows_for_the_processes_are_an_error(job: Any) -> None:
-    from spec_compat.pipeline.stages.train import split
+    from spec_compat.pipeline.stages.training import split
 
     with pytest.raises(UserError, match="10 rows are too few: 6 to train on and 6 to validate"):
         split(job, 6)
@@ -88,7 +88,7 @@ def test_too_few_rows_for_the_processes_are_an_error(job: Any) -> None:
 
 @pytest.mark.parametrize(("mask", "kept"), [([1, 1, 0], False), ([0, 0, 1], True), ([1], False)])
 def test_a_row_is_kept_for_a_token_that_is_a_target(mask: list[int], kept: bool) -> None:
-    from spec_compat.pipeline.stages.prepare import _has_target
+    from spec_compat.pipeline.stages.tokenization import _has_target
     from speculators.train.data import shift_batch
 
     numbers = torch.arange(len(mask))

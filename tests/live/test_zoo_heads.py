@@ -14,7 +14,7 @@ from spec_compat.errors import UserError
 from spec_compat.pipeline.run import plan as plans
 from spec_compat.pipeline import verify
 from spec_compat.pipeline.head import targets
-from spec_compat.pipeline.stages import train
+from spec_compat.pipeline.stages import training as train
 from spec_compat.pipeline.run.config import RunConfig
 from tests.live.zoo import VOCABULARY, ZOO
 from tests.unit.pipeline_inputs import make_data

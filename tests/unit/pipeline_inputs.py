@@ -7,8 +7,47 @@ from pathlib import Path
 from typing import Any
 
 from spec_compat.pipeline.run.events import Events
+from spec_compat.pipeline.stages.export import Exported
+from spec_compat.pipeline.stages.extract import Extracted
+from spec_compat.pipeline.stages.map import Mapped
+from spec_compat.pipeline.stages.prepare import Prepared
+from spec_compat.pipeline.stages.train import Trained
 
 TURNS = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b."}]
+
+
+# What each stage of a small run might have made.
+PREPARED = Prepared(digest="rows", outputs={}, rows=3, tokens=30, trainable_tokens=9)
+MADE = {
+    "prepare": PREPARED,
+    "extract": Extracted(digest="extract", outputs={}, rows=0, layer_ids=(2, 4, 5, 7)),
+    "map": Mapped(
+        digest="map",
+        outputs={},
+        tokens=9,
+        distinct_tokens=4,
+        draft_vocab_size=512,
+        target_vocab_size=512,
+        padded=508,
+        coverage=1.0,
+    ),
+    "train": Trained(
+        digest="train",
+        outputs={},
+        rows=2,
+        validation_rows=1,
+        tokens=30,
+        epochs=20,
+        steps=20,
+        ttt_steps=3,
+        total_seq_len=128,
+        validation={"loss_0": 1.0},
+        acceptance=[0.5],
+        expected_acceptance_length=1.5,
+        held_out=["gen/d/data_0.pt"],
+    ),
+    "export": Exported(digest="export", outputs={}, epoch=20),
+}
 
 
 def make_verifier(directory: Path, **config: Any) -> Path:

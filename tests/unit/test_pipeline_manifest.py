@@ -1,6 +1,7 @@
 """The manifest: which run a directory holds, and which plan may continue it."""
 
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -11,13 +12,23 @@ from typing import Any
 import pytest
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.rows.index import Index
-from spec_compat.pipeline.run import config, fingerprints, manifest, plan
-from spec_compat.pipeline.run.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.run import config, fingerprints, lock, manifest, plan, staleness
+from spec_compat.pipeline.run.layout import Layout
+from spec_compat.pipeline.run.lock import locked
 from spec_compat.pipeline.run.manifest import Manifest, StageRecord
+from spec_compat.pipeline.run.stage import Stage
+from spec_compat.pipeline.stages import EXTRACT, PREPARE, STAGES, TRAIN
 from spec_compat.pipeline.system import atomic
-from tests.unit.pipeline_inputs import TURNS, make_data, make_verifier, weights
+from tests.unit.pipeline_inputs import (
+    MADE,
+    PREPARED,
+    TURNS,
+    Notes,
+    make_data,
+    make_verifier,
+    weights,
+)
 
 
 @pytest.fixture
@@ -32,14 +43,30 @@ def planned(root: Path, **flags: Any) -> plan.Plan:
     return plan.make(config.load({**given, **flags}))
 
 
+ROOT = Path(__file__).parents[2]
+BY_NAME = {stage.name: stage for stage in STAGES}
+
+
+def reason(begun: Manifest, made: plan.Plan, stage: str) -> str | None:
+    """Why the stage must be done, empty when it never was; None when it need not be."""
+    due = staleness.due(begun, made, BY_NAME[stage])
+    return None if due is None else due.reason
+
+
+def reasons(begun: Manifest, made: plan.Plan) -> dict[str, str]:
+    """Of the stages that must be done."""
+    found = {stage.name: reason(begun, made, stage.name) for stage in STAGES}
+    return {name: why for name, why in found.items() if why is not None}
+
+
 def test_a_manifest_is_read_back(root: Path) -> None:
-    begun = manifest.begin(planned(root))
-    begun.stages["prepare"] = StageRecord(
-        inputs={"a": "i"}, started=manifest.now(), counts={"rows": 3}
-    )
+    begun = all_done(root)
     (root / "run").mkdir()
     begun.save(Layout(root / "run"))
-    assert manifest.find(root / "run") == begun
+    found = manifest.find(root / "run", STAGES)
+    assert found == begun
+    assert found is not None
+    assert found.result(TRAIN) == MADE["train"]
     assert [path.name for path in (root / "run").iterdir()] == ["manifest.json"]
 
 
@@ -56,60 +83,63 @@ def test_a_manifest_is_read_back(root: Path) -> None:
     ],
 )
 def test_another_run_is_refused_by_its_first_difference(
-    root: Path, flags: dict[str, Any], stage: Stage, says: str
+    root: Path, flags: dict[str, Any], stage: str, says: str
 ) -> None:
     begun, other = manifest.begin(planned(root)), planned(root, **flags)
     with pytest.raises(UserError) as caught:
-        manifest.refuse_another_run(begun, other, first=None)
+        staleness.refuse_another_run(begun, other, STAGES, first=None)
     assert says in str(caught.value)
     assert f"--from {stage}" in str(caught.value)
-    manifest.refuse_another_run(begun, other, first=stage)
-    for later in STAGES[STAGES.index(stage) + 1 : -1]:
+    staleness.refuse_another_run(begun, other, STAGES, first=BY_NAME[stage])
+    for later in STAGES[STAGES.index(BY_NAME[stage]) + 1 : -1]:
         with pytest.raises(UserError):
-            manifest.refuse_another_run(begun, other, first=later)
+            staleness.refuse_another_run(begun, other, STAGES, first=later)
 
 
 @pytest.mark.parametrize(
     "flags", [{"sink_buffers": 2}, {"num_workers": 0}, {"tensor_parallel_size": 2}]
 )
 def test_options_that_change_no_result_may_change(root: Path, flags: dict[str, Any]) -> None:
-    manifest.refuse_another_run(manifest.begin(planned(root)), planned(root, **flags), None)
+    staleness.refuse_another_run(
+        manifest.begin(planned(root)), planned(root, **flags), STAGES, None
+    )
 
 
 def test_other_content_under_the_same_path_is_done_again_and_says_so(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "_altered_rows", lambda *_: None)
-    begun, layout = all_done(root), Layout(root / "run")
+    begun = all_done(root)
     (root / "model" / "model.safetensors").write_bytes(weights(b"other"))
     made = planned(root)
-    manifest.refuse_another_run(begun, made, None)
-    assert manifest.fault(begun, made, layout, "prepare") is None
-    assert "model has changed" in str(manifest.fault(begun, made, layout, "extract"))
+    staleness.refuse_another_run(begun, made, STAGES, None)
+    assert reason(begun, made, "prepare") is None
+    assert "model has changed" in str(reason(begun, made, "extract"))
     make_data(root / "d.jsonl", rows=4)
     made = planned(root)
-    manifest.refuse_another_run(begun, made, None)
-    assert "data d has changed" in str(manifest.fault(begun, made, layout, "prepare"))
+    staleness.refuse_another_run(begun, made, STAGES, None)
+    assert "data d has changed" in str(reason(begun, made, "prepare"))
 
 
 def test_other_data_is_another_run(root: Path) -> None:
     begun = manifest.begin(planned(root))
     make_data(root / "e.jsonl", rows=4)
     with pytest.raises(UserError, match=rf"--data is {root}/d.jsonl, not {root}/e.jsonl"):
-        manifest.refuse_another_run(begun, planned(root, data=[str(root / "e.jsonl")]), None)
+        staleness.refuse_another_run(
+            begun, planned(root, data=[str(root / "e.jsonl")]), STAGES, None
+        )
 
 
 def test_another_model_is_named(root: Path) -> None:
     begun = manifest.begin(planned(root))
     other = make_verifier(root / "other", hidden_size=128)
     with pytest.raises(UserError, match=rf"--model is {root}/model, not {root}/other"):
-        manifest.refuse_another_run(begun, planned(root, model=str(other)), None)
+        staleness.refuse_another_run(begun, planned(root, model=str(other)), STAGES, None)
 
 
 def test_a_moved_model_is_the_same_run(root: Path) -> None:
     begun = manifest.begin(planned(root))
     moved = (root / "model").rename(root / "moved")
-    manifest.refuse_another_run(begun, planned(root, model=str(moved)), None)
+    staleness.refuse_another_run(begun, planned(root, model=str(moved)), STAGES, None)
 
 
 def test_a_run_whose_manifest_has_max_disk_as_text_is_continued(root: Path) -> None:
@@ -123,11 +153,11 @@ def test_a_run_whose_manifest_has_max_disk_as_text_is_continued(root: Path) -> N
 def test_inputs_change_with_the_options_of_the_stage_and_what_came_before(root: Path) -> None:
     begun = manifest.begin(planned(root))
     begun.stages["prepare"] = StageRecord(inputs={}, started="", digest="one")
-    before = manifest.inputs(begun, planned(root), "extract")
-    assert manifest.inputs(begun, planned(root, lr=0.5), "extract") == before
-    assert manifest.inputs(begun, planned(root, layer_ids="1,4,5,7"), "extract") != before
+    before = staleness.inputs(begun, planned(root), EXTRACT)
+    assert staleness.inputs(begun, planned(root, lr=0.5), EXTRACT) == before
+    assert staleness.inputs(begun, planned(root, layer_ids="1,4,5,7"), EXTRACT) != before
     begun.stages["prepare"].digest = "two"
-    assert manifest.inputs(begun, planned(root), "extract") != before
+    assert staleness.inputs(begun, planned(root), EXTRACT) != before
 
 
 def finished(root: Path, **flags: Any) -> tuple[Manifest, plan.Plan, Layout]:
@@ -140,11 +170,11 @@ def finished(root: Path, **flags: Any) -> tuple[Manifest, plan.Plan, Layout]:
     stamp = atomic.Stamp.of(file)
     assert stamp is not None
     begun.stages["prepare"] = StageRecord(
-        inputs=manifest.inputs(begun, made, "prepare"),
+        inputs=staleness.inputs(begun, made, PREPARE),
         started="",
         finished="",
         digest="rows",
-        outputs={name: atomic.sha256(file)},
+        result=PREPARED.model_copy(update={"outputs": {name: atomic.sha256(file)}}),
         stamps={name: stamp},
     )
     return begun, made, layout
@@ -152,16 +182,16 @@ def finished(root: Path, **flags: Any) -> tuple[Manifest, plan.Plan, Layout]:
 
 def test_what_is_done_is_not_done_again(root: Path) -> None:
     begun, made, layout = finished(root)
-    assert manifest.fault(begun, made, layout, "prepare") is None
-    assert manifest.fault(begun, made, layout, "extract") == ""
+    assert reason(begun, made, "prepare") is None
+    assert reason(begun, made, "extract") == ""
     os.utime(layout.prepared("d") / "data.arrow")
-    assert manifest.fault(begun, made, layout, "prepare") is None
+    assert reason(begun, made, "prepare") is None
 
 
 def test_what_was_begun_and_not_finished_is_gone_on_with(root: Path) -> None:
-    begun, made, layout = finished(root)
+    begun, made, _ = finished(root)
     begun.stages["prepare"].finished = None
-    assert manifest.fault(begun, made, layout, "prepare") == ""
+    assert reason(begun, made, "prepare") == ""
 
 
 @pytest.mark.parametrize(
@@ -175,22 +205,22 @@ def test_what_was_begun_and_not_finished_is_gone_on_with(root: Path) -> None:
 def test_a_changed_file_of_the_verifier_is_named(
     root: Path, name: str, content: str, says: str
 ) -> None:
-    begun, _, layout = finished(root)
+    begun, _, _ = finished(root)
     (root / "model" / name).write_text(content)
-    assert manifest.fault(begun, planned(root), layout, "prepare") == says
+    assert reason(begun, planned(root), "prepare") == says
 
 
 def test_another_release_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEC_COMPAT_ASSUME_SPECULATORS", "0.3.0")
-    begun, made, layout = finished(root)
+    begun, made, _ = finished(root)
     monkeypatch.setenv("SPEC_COMPAT_ASSUME_SPECULATORS", "0.4.0")
-    reason = manifest.fault(begun, made, layout, "prepare")
-    assert reason == "speculators was 0.3.0, is 0.4.0"
+    why = reason(begun, made, "prepare")
+    assert why == "speculators was 0.3.0, is 0.4.0"
 
 
 def test_the_packages_that_make_tokens_count(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprints, "_release", lambda name: f"of {name}")
-    found = fingerprints.of("prepare", Verifier(str(root / "model")))
+    found = staleness.inputs(manifest.begin(planned(root)), planned(root), PREPARE)
     for name in ("speculators", "transformers", "tokenizers"):
         assert found[name] == f"of {name}"
 
@@ -199,9 +229,10 @@ def test_the_files_of_a_download_may_come_later(root: Path) -> None:
     """They are those of its commit."""
     place = root / "models--org--m" / "snapshots" / ("0" * 40)
     make_verifier(place)
-    before = fingerprints.of("prepare", Verifier(str(place)))
+    made = planned(root, model=str(place))
+    before = staleness.inputs(manifest.begin(made), made, PREPARE)
     (place / "tokenizer.json").write_text("{}")
-    assert fingerprints.of("prepare", Verifier(str(place))) == before
+    assert staleness.inputs(manifest.begin(made), made, PREPARE) == before
 
 
 def all_done(root: Path) -> Manifest:
@@ -209,9 +240,13 @@ def all_done(root: Path) -> Manifest:
     made = planned(root)
     begun = manifest.begin(made)
     for stage in STAGES:
-        inputs = manifest.inputs(begun, made, stage)
-        begun.stages[stage] = StageRecord(
-            inputs=inputs, started="", finished="", digest=stage, counts={"rows": 0}
+        result = MADE[stage.name].model_copy(update={"digest": stage.name})
+        begun.stages[stage.name] = StageRecord(
+            inputs=staleness.inputs(begun, made, stage),
+            started="",
+            finished="",
+            digest=stage.name,
+            result=result,
         )
     return begun
 
@@ -321,37 +356,32 @@ def test_a_change_redoes_what_depends_on_it_and_says_why(
 ) -> None:
     monkeypatch.setenv("SPEC_COMPAT_ASSUME_VLLM", "0.16.0")
     monkeypatch.setenv("SPEC_COMPAT_ASSUME_SPECULATORS", "0.3.0")
-    monkeypatch.setattr(manifest, "_altered_rows", lambda *_: None)
     begun = all_done(root)
     change(root, monkeypatch)
-    made, layout = planned(root, **flags), Layout(root / "run")
-    found = {stage: manifest.fault(begun, made, layout, stage) for stage in STAGES}
-    assert {stage for stage, reason in found.items() if reason is not None} == again.keys()
-    for stage, reason in again.items():
-        assert reason in str(found[stage])  # type: ignore[index]
+    found = reasons(begun, planned(root, **flags))
+    assert found.keys() == again.keys()
+    for stage, why in again.items():
+        assert why in found[stage]
 
 
 def test_an_option_that_is_new_in_a_release_leaves_a_run_as_it_is(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "_altered_rows", lambda *_: None)
-    begun, layout = all_done(root), Layout(root / "run")
+    begun = all_done(root)
     del begun.options["storage"], begun.stages["extract"].inputs["--storage"]
-    manifest.refuse_another_run(begun, planned(root), None)
-    assert manifest.fault(begun, planned(root), layout, "extract") is None
+    staleness.refuse_another_run(begun, planned(root), STAGES, None)
+    assert reason(begun, planned(root), "extract") is None
     other = planned(root, storage="shards")
     with pytest.raises(UserError, match="--storage is rows, not shards"):
-        manifest.refuse_another_run(begun, other, None)
-    assert "--storage was" in str(manifest.fault(begun, other, layout, "extract"))
+        staleness.refuse_another_run(begun, other, STAGES, None)
+    assert "--storage was" in str(reason(begun, other, "extract"))
 
 
 def test_a_moved_model_is_named_anew_in_the_head_alone(root: Path) -> None:
     begun = all_done(root)
     moved = (root / "model").rename(root / "moved")
-    made, layout = planned(root, model=str(moved)), Layout(root / "run")
-    found = {stage: manifest.fault(begun, made, layout, stage) for stage in STAGES}
-    assert found.pop("export") == "--verifier-name has changed"
-    assert set(found.values()) == {None}
+    found = reasons(begun, planned(root, model=str(moved)))
+    assert found == {"export": "--verifier-name has changed"}
 
 
 @pytest.mark.parametrize(
@@ -365,100 +395,100 @@ def test_a_moved_model_is_named_anew_in_the_head_alone(root: Path) -> None:
     ],
 )
 def test_another_result_of_a_stage_redoes_those_that_read_it(
-    root: Path, stage: Stage, readers: set[str]
+    root: Path, stage: str, readers: set[str]
 ) -> None:
-    begun, made, layout = all_done(root), planned(root), Layout(root / "run")
+    begun, made = all_done(root), planned(root)
     begun.stages[stage].digest = "other"
-    reasons = {later: manifest.fault(begun, made, layout, later) or "" for later in STAGES}
     said = f"the result of {stage} was {stage}, is other"
-    assert {later for later, reason in reasons.items() if reason == said} == readers
+    assert reasons(begun, made) == dict.fromkeys(readers, said)
 
 
 def test_an_altered_or_missing_file_is_named(root: Path) -> None:
     begun, made, layout = finished(root)
     file = layout.prepared("d") / "data.arrow"
     file.write_text("ROWS")
-    assert manifest.fault(begun, made, layout, "prepare") == (
-        "prepared/d/data.arrow has been altered"
-    )
+    assert reason(begun, made, "prepare") == ("prepared/d/data.arrow has been altered")
     file.unlink()
-    assert manifest.fault(begun, made, layout, "prepare") == "prepared/d/data.arrow is missing"
+    assert reason(begun, made, "prepare") == "prepared/d/data.arrow is missing"
 
 
 def test_what_is_altered_is_not_gone_on_with(root: Path) -> None:
     """A stage that keeps what is there would record it as its own."""
     begun, _, layout = finished(root)
     record, file = begun.stages["prepare"], layout.prepared("d") / "data.arrow"
-    manifest.drop_altered(record, layout)
+    staleness.drop_altered(record, layout)
     assert file.exists()
     (layout.prepared("d") / "kept").touch()
     outside = root / "outside"
     outside.touch()
-    record.outputs |= {"../outside": "0", str(outside): "0", "prepared/d/gone": "0"}
+    assert record.result is not None
+    record.result.outputs.update({"../outside": "0", str(outside): "0", "prepared/d/gone": "0"})
     file.write_text("ROWS")
-    manifest.drop_altered(record, layout)
+    staleness.drop_altered(record, layout)
     assert outside.exists()
     assert [there.name for there in file.parent.iterdir()] == ["kept"]
 
 
 def test_rows_that_the_index_has_lost_are_missed(root: Path) -> None:
-    made, layout = planned(root), Layout(root / "run")
+    begun, made, layout = all_done(root), planned(root), Layout(root / "run")
     layout.rows("d").mkdir(parents=True)
     index = Index(layout.rows("d"))
     file = layout.rows("d") / "data_0.pt"
     file.write_text("states")
     index.add(file.name, atomic.sha256(file), {0: 3})
-    record = StageRecord(inputs={}, started="", counts={"rows": 1})
-    assert manifest._altered_rows(made, layout, record) is None
-    more = record.model_copy(update={"counts": {"rows": 2}})
-    assert manifest._altered_rows(made, layout, more) == "1 of 2 rows are in the index"
+    assert reason(begun, made, "extract") is None
+    extract = begun.stages["extract"]
+    extract.result = MADE["extract"].model_copy(update={"rows": 2})
+    assert reason(begun, made, "extract") == "1 of 2 rows are in the index"
     file.write_text("STATES!")
-    assert manifest._altered_rows(made, layout, record) == "gen/d/data_0.pt: it has 7 bytes, not 6"
+    assert reason(begun, made, "extract") == "gen/d/data_0.pt: it has 7 bytes, not 6"
 
 
 def test_a_list_of_shards_that_the_run_did_not_write_is_found(root: Path) -> None:
     """The trainer would read the shards that it names."""
-    made, layout = planned(root), Layout(root / "run")
+    begun, made, layout = all_done(root), planned(root), Layout(root / "run")
     layout.rows("d").mkdir(parents=True)
     (layout.rows("d") / "index.json").write_text('{"rows": {"0": "shard_0.safetensors"}}')
-    record = StageRecord(inputs={}, started="", counts={"rows": 0})
-    reason = manifest._altered_rows(made, layout, record)
-    assert reason == "gen/d/index.json is not of this run"
-    record.outputs["gen/d/index.json"] = "0"
-    assert manifest._altered_rows(made, layout, record) is None
+    assert reason(begun, made, "extract") == "gen/d/index.json is not of this run"
 
 
 def test_what_patches_share_counts_too() -> None:
-    """The sink writes the rows, and is no patch by itself."""
-    assert "the patch extract/sink" in fingerprints._patches("extract")
-    assert "the patch extract/wrappers" in fingerprints._patches("extract")
-    assert "the patch train/wrappers" in fingerprints._patches("train")
-    assert "the patch map/wrappers" not in fingerprints._patches("map")
+    """The sink writes the rows, and is no patch by itself; patches share what has a _ in front."""
+    assert "the module spec_compat.capture.sink" in fingerprints.patches("extract")
+    assert "the module spec_compat.wrappers" in fingerprints.patches("train")
+    assert "the patch prepare/-turns" in fingerprints.patches("prepare")
+    assert not [name for name in fingerprints.patches("map") if fingerprints.is_code(name)]
 
 
-def test_a_name_of_a_file_counts(tmp_path: Path) -> None:
-    digests = set()
-    for name in ("a.model", "b.model"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).write_text("the same")
-        digests.add(fingerprints._digest(Verifier(str(tmp_path / name)), ["*.model"]))
-    assert len(digests) == 2
+def test_a_name_of_a_file_counts(root: Path) -> None:
+    (root / "model" / "a.model").write_text("the same")
+    before = fingerprints.tokenizer(planned(root))
+    (root / "model" / "a.model").rename(root / "model" / "b.model")
+    assert fingerprints.tokenizer(planned(root)) != before
 
 
-def test_the_code_of_a_patch_counts_and_its_words_do_not(tmp_path: Path) -> None:
-    file = tmp_path / "p.py"
-    digests = []
-    for text in ('"""A."""\nx = 1\n', '"""B."""\n# why\nx = 1\n', '"""A."""\nx = 2\n'):
-        file.write_text(text)
-        digests.append(fingerprints._code(file))
-    assert digests[0] == digests[1] != digests[2]
+def test_the_code_of_a_patch_counts_and_its_words_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for number, text in enumerate(
+        ('"""A."""\nx = 1\n', '"""B."""\n# why\nx = 1\n', '"""A."""\nx = 2\n')
+    ):
+        place = tmp_path / str(number)
+        shutil.copytree(ROOT / "patches", place)
+        (place / "prepare" / "_turns.py").write_text(text)
+        monkeypatch.setattr(
+            importlib.import_module("spec_compat.patches"), "__path__", [str(place)]
+        )
+        found.append(fingerprints.patches("prepare"))
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "\xff"])
 def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match="not the manifest of a run"):
-        manifest.find(tmp_path)
+        manifest.find(tmp_path, STAGES)
 
 
 def test_an_altered_manifest_is_refused(root: Path) -> None:
@@ -467,11 +497,11 @@ def test_an_altered_manifest_is_refused(root: Path) -> None:
     file = root / "run" / "manifest.json"
     file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
     with pytest.raises(UserError, match="altered since it was written; restore it"):
-        manifest.find(root / "run")
+        manifest.find(root / "run", STAGES)
 
 
 @pytest.mark.parametrize(
-    "new", [{"schema_version": 2, "sources": []}, {"options": {"not_yet_thought_of": 1}}]
+    "new", [{"schema_version": 3, "sources": []}, {"options": {"not_yet_thought_of": 1}}]
 )
 def test_a_manifest_of_a_newer_release_is_refused_by_that_release(
     new: dict[str, Any], tmp_path: Path
@@ -480,33 +510,21 @@ def test_a_manifest_of_a_newer_release_is_refused_by_that_release(
     content["checksum"] = manifest.digest_of(content)
     (tmp_path / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"written by spec-compat 9\.9, which .* cannot read"):
-        manifest.find(tmp_path)
+        manifest.find(tmp_path, STAGES)
 
 
 def test_a_directory_with_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match="not empty, and not the directory of a run"):
-        manifest.find(tmp_path)
+        manifest.find(tmp_path, STAGES)
 
 
 def test_a_file_in_the_place_of_the_output_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(UserError, match="this is a file"):
-        manifest.find(tmp_path / "run")
+        manifest.find(tmp_path / "run", STAGES)
     with pytest.raises(UserError, match="cannot be written"):
-        manifest.find(tmp_path / "run" / "below")
-
-
-def test_one_process_at_a_time(tmp_path: Path) -> None:
-    layout = Layout(tmp_path / "run")
-    with (
-        manifest.locked(layout),
-        pytest.raises(UserError, match="another process"),
-        manifest.locked(layout),
-    ):
-        pass
-    with manifest.locked(layout):
-        assert manifest.find(layout.root) is None
+        manifest.find(tmp_path / "run" / "below", STAGES)
 
 
 @pytest.mark.parametrize(
@@ -523,20 +541,19 @@ def test_a_file_system_without_locks_is_no_second_run(
     def flock(stream: object, how: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(manifest.fcntl, "flock", flock)
-    with pytest.raises(UserError) as caught, manifest.locked(Layout(tmp_path / "run")):
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    with pytest.raises(UserError) as caught, locked(tmp_path / "run", Notes()):
         pass
     assert says in str(caught.value)
 
 
 def test_a_stage_is_cleared_without_touching_the_others(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
-    for stage in STAGES:
-        for path in layout.outputs(stage):
-            path.parent.mkdir(exist_ok=True)
-            path.mkdir() if not path.suffix else path.touch()
-    layout.clear("train")
-    layout.clear("train")
+    for path in (layout.root / name for stage in STAGES for name in stage.writes):
+        path.parent.mkdir(exist_ok=True)
+        path.mkdir() if not path.suffix else path.touch()
+    layout.clear(TRAIN.writes)
+    layout.clear(TRAIN.writes)
     assert not layout.checkpoints.exists()
     assert not layout.metrics.exists()
     assert layout.gen.exists()
@@ -547,35 +564,48 @@ def test_the_rows_of_a_dataset_stay_when_another_is_added_or_goes(root: Path) ->
     begun, made, layout = all_done(root), planned(root), Layout(root / "run")
     prepare, extract = begun.stages["prepare"], begun.stages["extract"]
     extract.parts = {"a": "1", "b": "2", "c": "3"}
-    prepare.parts, prepare.digest = {"a": "1", "b": "other", "d": "4"}, "other"
-    now = manifest.inputs(begun, made, "extract")
-    kept = manifest.kept(begun, "extract", now)
+    prepare.digest = "other"
+    prepare.result = PREPARED.model_copy(update={"parts": {"a": "1", "b": "other", "d": "4"}})
+    now = staleness.inputs(begun, made, EXTRACT)
+    kept = staleness.kept(begun, EXTRACT, now)
     assert kept == {"a"}
     for name in "abc":
         layout.rows(name).mkdir(parents=True)
-    layout.clear("extract", keep=kept)
+    layout.clear(EXTRACT.writes, keep=kept)
     assert [path.name for path in layout.gen.iterdir()] == ["a"]
-    assert not manifest.kept(begun, "train", now)
-    assert not manifest.kept(begun, "extract", {**now, "model": "other"})
-    layout.clear("extract")
+    assert not staleness.kept(begun, TRAIN, now)
+    assert not staleness.kept(begun, EXTRACT, {**now, "model": "other"})
+    layout.clear(EXTRACT.writes)
     assert not layout.gen.exists()
 
 
-@pytest.mark.parametrize("stage", ["extract", "map", "train", "export"])
-def test_what_was_put_on_another_disk_stays_there(stage: Stage, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", STAGES[1:], ids=str)
+def test_what_was_put_on_another_disk_stays_there(stage: Stage[Any], tmp_path: Path) -> None:
     layout = Layout(tmp_path / "run")
-    place, elsewhere = layout.outputs(stage)[0], tmp_path / "elsewhere"
+    place, elsewhere = layout.root / stage.writes[0], tmp_path / "elsewhere"
     (elsewhere / "d").mkdir(parents=True)
     (elsewhere / "file").touch()
     place.parent.mkdir()
     place.symlink_to(elsewhere)
-    layout.clear(stage)
+    layout.clear(stage.writes)
     assert place.is_symlink()
     assert not list(elsewhere.iterdir())
     with atomic.replacing_directory(place) as directory:
         (directory / "new").touch()
     assert place.is_symlink()
     assert [file.name for file in elsewhere.iterdir()] == ["new"]
+
+
+def test_each_option_belongs_to_the_first_stage_that_reads_it_or_changes_no_result() -> None:
+    """An option that no stage knows would be changed without anything being done again."""
+    free = {
+        "output", "num_preprocessing_workers", "hf_cache_dir", "trust_remote_code", "sink_buffers",
+        "on_bad_row", "max_bad_rows", "tensor_parallel_size", "gpu_memory_utilization", "max_disk",
+        "on_full_disk", "server_url", "stop_server_cmd", "restart_server_cmd", "num_workers",
+        "train_gpus",
+    }  # fmt: skip
+    of_stages = [name for stage in STAGES for name in stage.options]
+    assert sorted([*of_stages, *free]) == sorted(config.RunConfig.model_fields)
 
 
 def test_the_manifest_is_json_for_others(root: Path) -> None:

@@ -15,13 +15,16 @@ from rich.console import Console
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline.rows.index import Index
-from spec_compat.pipeline.run import config, display, plan, runner
+from spec_compat.pipeline.run import config, display, plan, process
 from spec_compat.pipeline.run.display import Display
-from spec_compat.pipeline.run.layout import Layout, Stage
+from spec_compat.pipeline.run.events import Failed, Note
+from spec_compat.pipeline.run.layout import Layout
 from spec_compat.pipeline.run.manifest import Manifest
-from spec_compat.pipeline.stages import __main__ as stage
+from spec_compat.pipeline.run.runner import Run
+from spec_compat.pipeline.run.stage import selected
+from spec_compat.pipeline.stages import STAGES, entry
 from spec_compat.pipeline.system import atomic, processes
-from tests.unit.pipeline_inputs import make_data, make_verifier
+from tests.unit.pipeline_inputs import MADE, make_data, make_verifier
 
 
 @pytest.mark.parametrize(
@@ -36,12 +39,12 @@ from tests.unit.pipeline_inputs import make_data, make_verifier
 def test_the_head_is_exported_whenever_it_is_trained(
     first: str | None, last: str | None, expected: str
 ) -> None:
-    assert " ".join(runner.selected(first, last)) == expected  # type: ignore[arg-type]
+    assert " ".join(map(str, selected(STAGES, first, last))) == expected
 
 
 def test_stages_in_the_wrong_order_are_refused() -> None:
     with pytest.raises(UserError, match="--from train comes after --to map"):
-        runner.selected("train", "map")
+        selected(STAGES, "train", "map")
 
 
 @pytest.mark.parametrize(
@@ -50,20 +53,20 @@ def test_stages_in_the_wrong_order_are_refused() -> None:
 )
 def test_vllm_always_loads_our_plugin(plugins: str | None, expected: str | None) -> None:
     own = {} if plugins is None else {"VLLM_PLUGINS": plugins}
-    assert runner._environment(own, reports="r").get("VLLM_PLUGINS") == expected
+    assert process.environment(own, Path("r")).get("VLLM_PLUGINS") == expected
 
 
 def test_what_the_user_has_set_stays() -> None:
     own = {"VLLM_NO_USAGE_STATS": "0", "SPEC_COMPAT_REPORT_DIR": "elsewhere"}
-    environment = runner._environment(own, reports="here")
+    environment = process.environment(own, Path("here"))
     assert environment["VLLM_NO_USAGE_STATS"] == "0"
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert environment["SPEC_COMPAT_REPORT_DIR"] == "here"
 
 
 def test_several_workers_on_a_cpu_share_its_cores() -> None:
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in runner._environment({}, reports="r")
-    environment = runner._environment({}, reports="r", workers=2)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in process.environment({}, Path("r"))
+    environment = process.environment({}, Path("r"), workers=2)
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
@@ -93,8 +96,8 @@ def test_a_crash_is_one_line_with_its_cause(
     layout = Layout(tmp_path)
     layout.logs.mkdir()
     layout.log("train").write_text(log)
-    failures = [{"kind": "crash", "text": text}] if text else []
-    line = str(runner._failure("train", failures, returncode, layout))
+    failures = [Failed(kind="crash", text=text)] if text else []
+    line = str(process.failure("train", failures, returncode, layout.log("train")))
     assert line.startswith(f"train: {cause}")
     assert line.endswith(f"; the log is {tmp_path}/logs/train.log")
 
@@ -111,20 +114,20 @@ def test_a_crash_is_one_line_with_its_cause(
 def test_a_worker_that_vllm_ends_for_its_error_was_not_killed(
     error: str, number: int | None, said: str
 ) -> None:
-    assert stage._one_line(RuntimeError(error), number).startswith(said)
+    assert entry.one_line(RuntimeError(error), number).startswith(said)
 
 
 def test_of_several_ranks_the_first_to_fail_is_the_cause(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
     layout.logs.mkdir()
     layout.log("train").touch()
-    failures = [{"kind": "crash", "text": text} for text in ("ValueError: x", "lost rank 0")]
-    assert "ValueError: x" in str(runner._failure("train", failures, 1, layout))
+    failures = [Failed(kind="crash", text=text) for text in ("ValueError: x", "lost rank 0")]
+    assert "ValueError: x" in str(process.failure("train", failures, 1, layout.log("train")))
 
 
 def test_no_stage_unpickles_whatever_the_user_has_set() -> None:
     own = {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"}
-    environment = runner._environment(own, reports="r")
+    environment = process.environment(own, Path("r"))
     assert environment["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
     assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in environment
 
@@ -150,9 +153,10 @@ def test_a_stage_holds_the_lock_and_hears_when_its_runner_is_gone(
         "data": [str(make_data(tmp_path / "d.jsonl"))],
         "output": tmp_path / "run",
     }
-    monkeypatch.setattr(runner, "command", lambda *_: [sys.executable, "-c", STAGE])
-    with pytest.raises(runner.StageFailed, match="prepare: ended with exit code 3"):
-        runner.run(plan.make(config.load(given)), Display(Console(quiet=True)), None, "prepare")
+    monkeypatch.setattr(process, "command", lambda *_: [sys.executable, "-c", STAGE])
+    made = plan.make(config.load(given))
+    with pytest.raises(process.StageFailed, match="prepare: ended with exit code 3"):
+        Run(made, STAGES, Display(Console(quiet=True)), None, "prepare").go()
     log = Layout(tmp_path / "run").log("prepare").read_text()
     assert '{"lock": true}' in log
     assert '{"pipe": true}' in log
@@ -163,19 +167,19 @@ def test_a_stage_holds_the_lock_and_hears_when_its_runner_is_gone(
 MAKES = """
 import hashlib, json, os, sys
 from pathlib import Path
-stage, root, events = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+from spec_compat.pipeline.run.events import Events, Finished
+stage, root, events = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 names = {"prepare": "prepared", "extract": "gen/d", "map": "vocab_mapping", "train": "checkpoints"}
 place = root / names.get(stage, "head")
 place.mkdir(parents=True, exist_ok=True)
 found = sorted(file.name for file in place.iterdir())
+(root / f"{stage}.found").write_text(json.dumps(found))
 if "made" not in found:
     (place / "made").write_text(stage)
 made = (place / "made").read_bytes()
 outputs = {str((place / "made").relative_to(root)): hashlib.sha256(made).hexdigest()}
-counts = {"rows": 0, "found": found}
-record = {"digest": os.environ.get("DIGEST", "same"), "counts": counts, "outputs": outputs}
-record["parts"] = {"d": "the same tokens"}
-Path(events).open("w").write(json.dumps({"event": "result", "record": record}) + "\\n")
+result = json.loads(sys.argv[4]) | {"digest": os.environ.get("DIGEST", "same"), "outputs": outputs}
+Events(events).send(Finished(result={**result, "parts": {"d": "the same tokens"}}))
 """
 Made = Callable[..., Manifest]
 
@@ -186,27 +190,36 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     model, data = make_verifier(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
     given = {"model": str(model), "data": [str(data)], "output": tmp_path / "run"}
     monkeypatch.setattr(
-        runner,
+        process,
         "command",
-        lambda stage, gpus, root, events: [sys.executable, "-c", MAKES, stage, root, events],
+        lambda stage, config, root, events: [
+            *(sys.executable, "-c", MAKES, stage.name, root, events),
+            MADE[stage.name].model_dump_json(),
+        ],
     )
 
-    def run(first: Stage | None = None, last: Stage | None = None, **options: Any) -> Manifest:
+    def run(first: str | None = None, last: str | None = None, **options: Any) -> Manifest:
         made = plan.make(config.load({**given, **options}))
-        return runner.run(made, Display(Console(quiet=True)), first, last)
+        return Run(made, STAGES, Display(Console(quiet=True)), first, last).go()
 
     run()
     return run
+
+
+def found(root: Path, stage: str) -> list[str]:
+    """What the stage found in its place when it was done last."""
+    names: list[str] = json.loads((root / "run" / f"{stage}.found").read_text())
+    return names
 
 
 def test_what_is_altered_goes_before_a_stage_goes_on(made: Made, tmp_path: Path) -> None:
     mapping = tmp_path / "run" / "vocab_mapping"
     (mapping / "made").write_text("altered")
     (mapping / "more").touch()
-    done = made()
+    made()
     assert (mapping / "made").read_text() == "map"
-    assert done.stages["map"].counts["found"] == ["more"]
-    assert done.stages["extract"].counts["found"] == []
+    assert found(tmp_path, "map") == ["more"]
+    assert found(tmp_path, "extract") == []
 
 
 def test_with_other_inputs_nothing_is_kept(
@@ -215,7 +228,7 @@ def test_with_other_inputs_nothing_is_kept(
     (tmp_path / "run" / "vocab_mapping" / "more").touch()
     monkeypatch.setenv("DIGEST", "other")
     done = made("map", "map", draft_vocab_size=64)
-    assert done.stages["map"].counts["found"] == []
+    assert found(tmp_path, "map") == []
     unfinished = [stage for stage, record in done.stages.items() if not record.finished]
     assert unfinished == ["train"]
 
@@ -227,8 +240,8 @@ def test_rows_of_the_same_tokens_are_kept_but_for_what_is_altered(
     (rows / "made").write_text("altered")
     (rows / "more").touch()
     monkeypatch.setenv("DIGEST", "other")
-    done = made("prepare", seed=1)
-    assert done.stages["extract"].counts["found"] == ["more"]
+    made("prepare", seed=1)
+    assert found(tmp_path, "extract") == ["more"]
     assert (rows / "made").read_text() == "extract"
 
 
@@ -269,7 +282,7 @@ def test_a_run_goes_on_where_nothing_can_be_printed(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sys, "stdout", full)
         with Display(display.console()) as shown:
             for _ in range(1000):
-                shown.event({"event": "note", "text": "paused"})
+                shown.event(Note(text="paused"))
         with pytest.raises(OSError, match="No space left"):
             print("paused", flush=True)
         with suppress(OSError):

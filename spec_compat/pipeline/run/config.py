@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
 
 from spec_compat.errors import UserError
-from spec_compat.pipeline.run.layout import Stage
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,13 +26,6 @@ DRAFT_VOCAB_SIZE = 32_000
 MASK_BLOCK = 128
 
 
-def _option(default: Any, stage: Stage | None, description: str, **constraints: Any) -> Any:
-    """A field; `stage` is the first stage whose result depends on it (None: no result does)."""
-    return Field(
-        default, description=description, json_schema_extra={"stage": stage}, **constraints
-    )
-
-
 class RunConfig(BaseModel):
     """Every option of the pipeline. Defaults are those of speculators' scripts."""
 
@@ -41,148 +33,144 @@ class RunConfig(BaseModel):
         extra="forbid", frozen=True, validate_default=False, allow_inf_nan=False
     )
 
-    model: str = _option(..., "prepare", "Verifier: a local directory or a Hugging Face id.")
-    data: tuple[str, ...] = _option(
+    model: str = Field(..., description="Verifier: a local directory or a Hugging Face id.")
+    data: tuple[str, ...] = Field(
         ...,
-        "prepare",
-        "Conversations: a .json or .jsonl file, sharegpt, ultrachat or open-perfectblend. "
-        "May be given several times.",
+        description="Conversations: a .json or .jsonl file, sharegpt, ultrachat or "
+        "open-perfectblend. May be given several times.",
         min_length=1,
     )
-    output: Path = _option(..., None, "The run directory; a run that is in it is continued.")
+    output: Path = Field(..., description="The run directory; a run that is in it is continued.")
 
-    seq_length: int | None = _option(
+    seq_length: int | None = Field(
         None,
-        "prepare",
-        f"Longest row in tokens (default: {SEQ_LENGTH}, or what the verifier takes).",
+        description=f"Longest row in tokens (default: {SEQ_LENGTH}, or what the verifier takes).",
         ge=2,
     )
-    max_samples: int | None = _option(
-        None, "prepare", "Rows taken from each dataset (default: all).", ge=1
+    max_samples: int | None = Field(
+        None, description="Rows taken from each dataset (default: all).", ge=1
     )
-    assistant_pattern: str | None = _option(
+    assistant_pattern: str | None = Field(
         None,
-        "prepare",
-        "Regular expression of an assistant's turn (default: from the chat template).",
+        description="Regular expression of an assistant's turn (default: from the chat template).",
     )
-    turn_dropout: bool = _option(False, "prepare", "Keep a random number of turns of every row.")
-    seed: int = _option(0, "prepare", "Seed of every random choice.", ge=0, lt=2**32)
-    num_preprocessing_workers: int | None = _option(
-        None, None, "Processes that tokenize (default: 8, or one for each CPU).", ge=1
+    turn_dropout: bool = Field(False, description="Keep a random number of turns of every row.")
+    seed: int = Field(0, description="Seed of every random choice.", ge=0, lt=2**32)
+    num_preprocessing_workers: int | None = Field(
+        None, description="Processes that tokenize (default: 8, or one for each CPU).", ge=1
     )
-    hf_cache_dir: Path | None = _option(
-        None, None, "Where datasets that are downloaded are kept (default: a directory of the run)."
+    hf_cache_dir: Path | None = Field(
+        None,
+        description="Where downloaded datasets are kept (default: a directory of the run).",
     )
-    trust_remote_code: bool = _option(
-        False, None, "Allow a verifier that brings Python code of its own."
+    trust_remote_code: bool = Field(
+        False, description="Allow a verifier that brings Python code of its own."
     )
 
-    layer_ids: tuple[int, ...] | None = _option(
+    layer_ids: tuple[int, ...] | None = Field(
         None,
-        "extract",
-        "Four layers, as 2,15,27,29: three for the head's input, then the last "
+        description="Four layers, as 2,15,27,29: three for the head's input, then the last "
         "(default: 2, n/2, n-3, n-1).",
     )
-    batch_size: int = _option(
-        256, "extract", "Most rows that the verifier computes in one step.", ge=1, le=256
+    batch_size: int = Field(
+        256, description="Most rows that the verifier computes in one step.", ge=1, le=256
     )
-    storage: Literal["rows", "shards"] = _option(
+    storage: Literal["rows", "shards"] = Field(
         "rows",
-        "extract",
-        "A data_{i}.pt for each row, as speculators reads them, or rows together in safetensors.",
+        description="A data_{i}.pt for each row, as speculators reads them, or rows together in "
+        "safetensors.",
     )
-    storage_dtype: Literal["verifier", "fp8"] = _option(
-        "verifier", "extract", "Hidden states as they are, or in shards as fp8: half the bytes."
+    storage_dtype: Literal["verifier", "fp8"] = Field(
+        "verifier", description="Hidden states as they are, or in shards as fp8: half the bytes."
     )
-    storage_compression: Literal["none", "zstd"] = _option(
-        "none", "extract", "Compress the hidden states in shards, without loss."
+    storage_compression: Literal["none", "zstd"] = Field(
+        "none", description="Compress the hidden states in shards, without loss."
     )
-    sink_buffers: int | None = _option(
+    sink_buffers: int | None = Field(
         None,
-        None,
-        "Steps whose hidden states the host holds until they are written "
+        description="Steps whose hidden states the host holds until they are written "
         "(default: 3 to 8, in 2 GiB where that is enough).",
         ge=2,
     )
-    on_bad_row: Literal["stop", "skip"] = _option(
-        "stop", None, "What to do with a row that fails its proof: stop, or skip it and report it."
+    on_bad_row: Literal["stop", "skip"] = Field(
+        "stop",
+        description="What to do with a row that fails its proof: stop, or skip it and report it.",
     )
-    max_bad_rows: int = _option(10, None, "With skip: stop after more than this many.", ge=0)
-    tensor_parallel_size: int = _option(1, None, "Tensor parallel size of the verifier.", ge=1)
-    gpu_memory_utilization: float = _option(
-        0.8, None, "Share of each GPU that vLLM may take.", gt=0, le=1
-    )
-
-    max_disk: ByteSize | None = _option(
-        None,
-        None,
-        "Refuse more hidden states than this, as 500GB (default: no limit).",
-    )
-    on_full_disk: Literal["pause", "stop"] = _option(
-        "pause", None, "Where space runs out: pause until there is some, or stop."
-    )
-    server_url: str = _option(
-        "http://localhost:8000", None, "Where a vLLM server may be holding the GPUs."
-    )
-    stop_server_cmd: str | None = _option(
-        None, None, "Shell command that stops that server before the GPUs are needed."
-    )
-    restart_server_cmd: str | None = _option(
-        None, None, "Shell command that starts it again at the end, also after a failure."
+    max_bad_rows: int = Field(10, description="With skip: stop after more than this many.", ge=0)
+    tensor_parallel_size: int = Field(1, description="Tensor parallel size of the verifier.", ge=1)
+    gpu_memory_utilization: float = Field(
+        0.8, description="Share of each GPU that vLLM may take.", gt=0, le=1
     )
 
-    draft_vocab_size: int | None = _option(
+    max_disk: ByteSize | None = Field(
         None,
-        "map",
-        f"Tokens that the head can draft (default: {DRAFT_VOCAB_SIZE}, or the verifier's).",
+        description="Refuse more hidden states than this, as 500GB (default: no limit).",
+    )
+    on_full_disk: Literal["pause", "stop"] = Field(
+        "pause", description="Where space runs out: pause until there is some, or stop."
+    )
+    server_url: str = Field(
+        "http://localhost:8000", description="Where a vLLM server may be holding the GPUs."
+    )
+    stop_server_cmd: str | None = Field(
+        None, description="Shell command that stops that server before the GPUs are needed."
+    )
+    restart_server_cmd: str | None = Field(
+        None, description="Shell command that starts it again at the end, also after a failure."
+    )
+
+    draft_vocab_size: int | None = Field(
+        None,
+        description=f"Tokens that the head can draft (default: {DRAFT_VOCAB_SIZE}, or the "
+        "verifier's).",
         ge=1,
     )
 
-    epochs: int = _option(20, "train", "Epochs.", ge=1)
-    lr: float = _option(1e-4, "train", "Peak learning rate.", gt=0)
-    ttt_steps: int = _option(3, "train", "Tokens drafted in a row while training.", ge=1)
-    ttt_step_loss_decay: float = _option(
-        1.0, "train", "Weight of each drafted token's loss, relative to the one before.", gt=0, le=1
+    epochs: int = Field(20, description="Epochs.", ge=1)
+    lr: float = Field(1e-4, description="Peak learning rate.", gt=0)
+    ttt_steps: int = Field(3, description="Tokens drafted in a row while training.", ge=1)
+    ttt_step_loss_decay: float = Field(
+        1.0,
+        description="Weight of each drafted token's loss, relative to the one before.",
+        gt=0,
+        le=1,
     )
-    use_off_policy_tokens: bool = _option(
-        False, "train", "Feed the row's own tokens, not the drafted ones, at each TTT step."
+    use_off_policy_tokens: bool = Field(
+        False, description="Feed the row's own tokens, not the drafted ones, at each TTT step."
     )
-    num_layers: int = _option(1, "train", "Decoder layers of the head.", ge=1)
-    draft_heads: int | None = _option(
-        None, "train", "Attention heads of the head (default: the verifier's).", ge=1
+    num_layers: int = Field(1, description="Decoder layers of the head.", ge=1)
+    draft_heads: int | None = Field(
+        None, description="Attention heads of the head (default: the verifier's).", ge=1
     )
-    draft_kv_heads: int | None = _option(
-        None, "train", "Key and value heads of the head (default: the verifier's).", ge=1
+    draft_kv_heads: int | None = Field(
+        None, description="Key and value heads of the head (default: the verifier's).", ge=1
     )
-    draft_head_dim: int | None = _option(
+    draft_head_dim: int | None = Field(
         None,
-        "train",
-        "Width of an attention head (default: the verifier's; of MLA, v_head_dim).",
+        description="Width of an attention head (default: the verifier's; of MLA, v_head_dim).",
         ge=1,
     )
-    draft_intermediate_size: int | None = _option(
+    draft_intermediate_size: int | None = Field(
         None,
-        "train",
-        "Width of the head's MLP (default: that of the verifier's dense layers).",
+        description="Width of the head's MLP (default: that of the verifier's dense layers).",
         ge=1,
     )
-    noise_std: float = _option(0.05, "train", "Uniform noise added to the hidden states.", ge=0)
-    total_seq_len: int | None = _option(
+    noise_std: float = Field(0.05, description="Uniform noise added to the hidden states.", ge=0)
+    total_seq_len: int | None = Field(
         None,
-        "train",
-        f"Tokens in one training batch, a multiple of {MASK_BLOCK} "
+        description=f"Tokens in one training batch, a multiple of {MASK_BLOCK} "
         "(default: 8192, less on little data).",
         ge=MASK_BLOCK,
         multiple_of=MASK_BLOCK,
     )
-    val_ratio: float = _option(0.1, "train", "Share of the rows kept for validation.", gt=0, lt=1)
-    num_workers: int | None = _option(
-        None, None, "Processes that load rows (default: 8, or one for each CPU).", ge=0
+    val_ratio: float = Field(0.1, description="Share of the rows kept for validation.", gt=0, lt=1)
+    num_workers: int | None = Field(
+        None, description="Processes that load rows (default: 8, or one for each CPU).", ge=0
     )
-    train_gpus: int | None = _option(None, None, "GPUs to train on (default: all).", ge=1)
+    train_gpus: int | None = Field(None, description="GPUs to train on (default: all).", ge=1)
 
-    verifier_name: str | None = _option(
-        None, "export", "Name of the verifier in the head's config.json (default: --model)."
+    verifier_name: str | None = Field(
+        None, description="Name of the verifier in the head's config.json (default: --model)."
     )
 
     @field_validator("assistant_pattern")
@@ -224,16 +212,10 @@ class ResolvedConfig(RunConfig):
     draft_vocab_size: int
 
 
-def stage_of(option: str) -> Stage | None:
-    """The first stage whose result depends on this option."""
-    extra = RunConfig.model_fields[option].json_schema_extra
-    return extra["stage"]  # type: ignore[index, return-value]
-
-
-def options_of(config: RunConfig, stage: Stage) -> dict[str, Any]:
-    """The options, as JSON values, that the stage is the first to depend on."""
-    values = config.model_dump(mode="json")
-    return {name: value for name, value in values.items() if stage_of(name) == stage}
+# What an option was before there was one: a run of an older release goes on with these.
+DEFAULTS = {
+    name: field.default for name, field in RunConfig.model_fields.items() if not field.is_required()
+}
 
 
 def load(

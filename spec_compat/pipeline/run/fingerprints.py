@@ -8,25 +8,17 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import cache
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from spec_compat import registry, versions
 from spec_compat.pipeline.inputs.verifier import Verifier
-from spec_compat.pipeline.run.layout import Stage
+from spec_compat.pipeline.run.plan import Plan
 
-# Whose releases decide what a stage makes; torch and CUDA only move the last bits.
-PACKAGES: Mapping[Stage, tuple[str, ...]] = {
-    "prepare": ("speculators", "transformers", "tokenizers"),
-    "extract": ("speculators", "vllm"),
-    "map": ("speculators",),
-    "train": ("speculators",),
-    "export": (),
-}
-# What patches run of spec_compat; patching itself only sets them.
-SHARED_WITH_PATCHES = ("capture", "wrappers")
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*")
 TOKENIZERS = (
     "tokenizer.json",
@@ -39,17 +31,70 @@ TOKENIZERS = (
     "*.tiktoken",
     "*.py",  # a tokenizer may import any of them
 )
-TOKENIZER_STAGES: tuple[Stage, ...] = ("prepare", "map")
+CODE = ("the patch ", "the module ")
 
 
-def of(stage: Stage, verifier: Verifier) -> dict[str, str]:
-    """Releases, patches and tokenizer files of a stage."""
-    found = {name: _release(name) for name in PACKAGES[stage]} | _patches(stage)
-    if stage in TOKENIZER_STAGES:
-        found["the tokenizer"] = _digest(verifier, TOKENIZERS)
-    if stage == "prepare":
-        found["the chat template"] = _digest(verifier, (*TEMPLATES, "tokenizer_config.json"), True)
+def releases(packages: Iterable[str]) -> dict[str, str]:
+    return {name: _release(name) for name in packages}
+
+
+def tokenizer(plan: Plan) -> dict[str, str]:
+    found = {"the tokenizer": _digest(plan.verifier, TOKENIZERS)}
+    if plan.verifier.offers_code:  # with its own code it is another tokenizer
+        found["--trust-remote-code"] = json.dumps(plan.config.trust_remote_code)
     return found
+
+
+def chat_template(plan: Plan) -> dict[str, str]:
+    files = (*TEMPLATES, "tokenizer_config.json")
+    return {"the chat template": _digest(plan.verifier, files, template=True)}
+
+
+def patches(stage: str) -> dict[str, str]:
+    """The code of the stage's patches that apply, and of the modules that they import.
+
+    A comment or a docstring in one does not count.
+    """
+    directory = package("spec_compat.patches")
+    planned = registry.plan(versions.detect())
+    ids = [item.patch.id for item in planned if item.applies and item.patch.stage == stage]
+    files = [directory / f"{patch_id.replace('-', '_')}.py" for patch_id in ids]
+    files += sorted((directory / stage).glob("_[!_]*.py"))
+    found = {f"{CODE[0]}{stage}/{f.stem.replace('_', '-')}": _code(f) for f in files}
+    modules = {name for file in files for name in _imported(file)}
+    return found | {f"{CODE[1]}{name}": _code(_file(name)) for name in sorted(modules)}
+
+
+def is_code(name: str) -> bool:
+    """Whether an input of this name is the code of a patch or of a module."""
+    return name.startswith(CODE)
+
+
+@cache
+def _imported(file: Path) -> frozenset[str]:
+    """Modules of spec_compat that a file imports, directly or not, but for the patch API."""
+    nodes = ast.walk(ast.parse(file.read_text("utf-8")))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    named = [(node.module or "", alias.name) for node in imports for alias in node.names]
+    ours = [names for names in named if names[0].startswith("spec_compat.")]
+    found = {name for names in ours for name in (names[0], ".".join(names)) if _is_module(name)}
+    found -= {"spec_compat.patching"}
+    return frozenset(found).union(*(_imported(_file(name)) for name in found))
+
+
+@cache
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # a name in a module that is no package
+        return False
+
+
+def _file(module: str) -> Path:
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(module)
+    return Path(spec.origin)
 
 
 def _release(name: str) -> str:
@@ -62,33 +107,8 @@ def _release(name: str) -> str:
         return "not installed"
 
 
-def _patches(stage: Stage) -> dict[str, str]:
-    """The code of the patches that apply, and of what they import; a comment does not count."""
-    directory = _directory("spec_compat.patches") / stage
-    planned = registry.plan(versions.detect())
-    ids = [item.patch.id for item in planned if item.applies and item.patch.stage == stage]
-    files = [directory.parent / f"{patch_id.replace('-', '_')}.py" for patch_id in ids]
-    files += sorted(directory.glob("_[!_]*.py"))
-    files += sorted({shared for file in files for shared in _shared(file)})
-    return {f"the patch {stage}/{file.stem.replace('_', '-')}": _code(file) for file in files}
-
-
-def _shared(file: Path) -> list[Path]:
-    """The files of spec_compat whose code a patch file runs: a module, or a package as a whole."""
-    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-    names = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
-    root = _directory("spec_compat")
-    found: list[Path] = []
-    for part in SHARED_WITH_PATCHES:
-        if any(f"{name}.".startswith(f"spec_compat.{part}.") for name in names):
-            package = root / part
-            found += package.glob("[!_]*.py") if package.is_dir() else [root / f"{part}.py"]
-    return found
-
-
-def _directory(package: str) -> Path:
-    return Path(next(iter(import_module(package).__path__)))
+def package(name: str) -> Path:
+    return Path(next(iter(import_module(name).__path__)))
 
 
 def _code(file: Path) -> str:

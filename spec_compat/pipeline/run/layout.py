@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
-
-Stage = Literal["prepare", "extract", "map", "train", "export"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 @dataclass(frozen=True)
@@ -21,10 +17,6 @@ class Layout:
     @property
     def manifest(self) -> Path:
         return self.root / "manifest.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / ".lock"
 
     @property
     def shared(self) -> Path:
@@ -68,37 +60,27 @@ class Layout:
         """The directory of a dataset's `data_{i}.pt`."""
         return self.gen / dataset
 
-    def log(self, stage: Stage) -> Path:
+    def log(self, stage: str) -> Path:
         return self.logs / f"{stage}.log"
 
-    def patch_reports(self, stage: Stage) -> Path:
+    def patch_reports(self, stage: str) -> Path:
         """What every process of the stage reports about its patches."""
         return self.logs / "patches" / stage
 
-    def outputs(self, stage: Stage) -> tuple[Path, ...]:
-        """All that a stage writes beside its logs."""
-        return {
-            "prepare": (self.root / "prepared",),
-            "extract": (self.gen,),
-            "map": (self.vocab_mapping,),
-            "train": (self.checkpoints, self.metrics),
-            "export": (self.head,),
-        }[stage]
-
-    def clear(self, stage: Stage, keep: Collection[str] = ()) -> None:
-        """Remove them but for what has one of these names in their directory.
+    def clear(self, names: Iterable[str], keep: Collection[str] = ()) -> None:
+        """Remove files and directories of the run; of a directory, what is not named in `keep`.
 
         A directory that is a link, as to another disk, stays and is emptied.
         """
-        for path in self.outputs(stage):
+        for path in (self.root / name for name in names):
             inside = path.is_dir() and (path.is_symlink() or keep)
-            for there in path.iterdir() if inside else (path,):
-                if there.name in keep:
+            for found in path.iterdir() if inside else (path,):
+                if found.name in keep:
                     continue
-                if there.is_dir() and not there.is_symlink():
-                    shutil.rmtree(there)
+                if found.is_dir() and not found.is_symlink():
+                    shutil.rmtree(found)
                 else:
-                    there.unlink(missing_ok=True)
+                    found.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         """Remove a file by its name in the run; one that leads out of it is somebody else's."""

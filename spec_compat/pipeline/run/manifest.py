@@ -2,67 +2,72 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, SerializeAsAny
 
 import spec_compat
 from spec_compat.errors import UserError
 from spec_compat.pipeline.inputs.weights import Weights
-from spec_compat.pipeline.rows.index import SHARDS, Index
 from spec_compat.pipeline.run import fingerprints
-from spec_compat.pipeline.run.config import RunConfig, flag, options_of, stage_of
-from spec_compat.pipeline.run.layout import STAGES, Layout, Stage
+from spec_compat.pipeline.run.config import RunConfig
+from spec_compat.pipeline.run.layout import Layout
 from spec_compat.pipeline.run.plan import Plan
 from spec_compat.pipeline.system import atomic
 
-SCHEMA = 1
-# Compared by content, not by where they lie.
-BY_CONTENT = ("model", "data")
-# The stages whose results a stage reads.
-AFTER: Mapping[Stage, tuple[Stage, ...]] = {
-    "prepare": (),
-    "extract": ("prepare",),
-    "map": ("prepare",),
-    "train": ("extract", "map"),
-    "export": ("train",),
-}
-# What an option was before there was one: a run that a release began goes on with the next.
-DEFAULTS = {
-    name: field.default for name, field in RunConfig.model_fields.items() if not field.is_required()
-}
-UNASKED = {flag(name): json.dumps(default) for name, default in DEFAULTS.items()}
+if TYPE_CHECKING:
+    from spec_compat.pipeline.run.stage import Stage
+
+SCHEMA = 2
 REMEDY = "restore it, or choose another directory"
-# Values of an input that are too long to be shown.
-LONG = 40
+
+
+class Result(BaseModel):
+    """What a stage made: it is sent to the runner and stored in the manifest as it is.
+
+    `outputs` maps files, relative to the run directory, to their SHA-256; `bytes` is the size of
+    all files; `digest` is that of all that a later stage reads, `parts` that of each dataset's
+    part where it has parts. Each stage adds figures of its own; the closing table shows `rows`,
+    `tokens` and `tokens_per_second`.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    digest: str
+    outputs: dict[str, str]
+    bytes: int = 0
+    parts: dict[str, str] = {}
+    rows: int | None = None
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+
+
+R = TypeVar("R", bound=Result)
 
 
 class StageRecord(BaseModel):
     """One stage of a run.
 
-    `inputs` is all that the stage depends on, `digest` that of what it made, `parts` that of each
-    dataset's tokens. `outputs` maps files, relative to the run directory, to their SHA-256,
-    `stamps` to their size and time. `patches` has the outcome of every patch in every kind of
-    process of the stage. `seconds` is wall time; `finished` is None until it is.
+    `inputs` is all that the stage depends on; of a stage that works by dataset, `parts` is what
+    each dataset's part depends on. `finished` is None until it has finished, and again when what it
+    depends on has changed. `result` is that of the last time; `digest` is the result's, and stands
+    while the stage is done again. `stamps` has size and time of the outputs. `patches` has the
+    outcome of every patch in every kind of process of the stage. `seconds` is wall time.
     """
 
     inputs: dict[str, str]
     started: str
     finished: str | None = None
     seconds: float = 0.0
-    bytes: int = 0
     digest: str = ""
     parts: dict[str, str] = {}
-    counts: dict[str, Any] = {}
-    outputs: dict[str, str] = {}
+    result: SerializeAsAny[Result] | None = None
     stamps: dict[str, atomic.Stamp] = {}
     environment: dict[str, str] = {}
     patches: list[dict[str, Any]] = []
@@ -77,21 +82,21 @@ class Manifest(BaseModel):
     options: dict[str, Any]
     sources: dict[str, str]
     weights: dict[str, Weights] = {}
-    stages: dict[Stage, StageRecord] = {}
+    stages: dict[str, StageRecord] = {}
 
     def save(self, layout: Layout) -> None:
         content = self.model_dump(mode="json")
         content["checksum"] = digest_of(content)
         atomic.write_text(layout.manifest, json.dumps(content, indent=1) + "\n")
 
+    def record(self, stage: Stage[Any]) -> StageRecord | None:
+        return self.stages.get(stage.name)
 
-class Difference(NamedTuple):
-    """An option in which a plan departs from the run that the output directory holds."""
-
-    option: str
-    stage: Stage
-    old: Any
-    new: Any
+    def result(self, stage: Stage[R]) -> R | None:
+        """What the stage made; None while it has not finished."""
+        record = self.record(stage)
+        made = record.result if record is not None and record.finished is not None else None
+        return made if isinstance(made, stage.result) else None
 
 
 def begin(plan: Plan) -> Manifest:
@@ -104,30 +109,14 @@ def begin(plan: Plan) -> Manifest:
     )
 
 
-def find(output: Path) -> Manifest | None:
+def find(output: Path, stages: Iterable[Stage[Any]]) -> Manifest | None:
     """The manifest in an output directory, None where nothing is yet.
 
     Raises UserError when the directory holds something else, or cannot be written.
     """
     file = Layout(output).manifest
     if file.is_file():
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            checksum = content.pop("checksum", None)
-            if checksum is not None and checksum != digest_of(content):
-                raise UserError(f"{file}: altered since it was written; {REMEDY}")
-            unknown = content.get("options", {}).keys() - RunConfig.model_fields.keys()
-            if content.get("schema_version", SCHEMA) != SCHEMA or unknown:
-                raise UserError(
-                    f"{file}: written by spec-compat {content.get('spec_compat')}, which this one"
-                    f" ({spec_compat.__version__}) cannot read; install that release, or choose"
-                    " another directory"
-                )
-            return Manifest.model_validate(content)
-        except OSError as error:
-            raise UserError(f"{file}: {(error.strerror or str(error)).lower()}") from None
-        except (ValueError, AttributeError, TypeError):  # also what json and pydantic raise
-            raise UserError(f"{file}: not the manifest of a run; {REMEDY}") from None
+        return _read(file, stages)
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output}: this is a file")
     if output.is_dir() and any(path.name != ".lock" for path in output.iterdir()):
@@ -138,137 +127,46 @@ def find(output: Path) -> Manifest | None:
     return None
 
 
-def differences(manifest: Manifest, plan: Plan) -> list[Difference]:
-    """Where the command asks for other results than the run has, in the order of the stages.
-
-    Other content under the same path is no other run: the stages that read it are done again.
-    """
-    found = []
-    for name, new in plan.config.model_dump(mode="json").items():
-        stage, old = stage_of(name), manifest.options.get(name, DEFAULTS.get(name))
-        if name in BY_CONTENT:
-            stage = (
-                "prepare"
-                if _content(manifest.sources, name) != _content(plan.sources, name)
-                else None
+def _read(file: Path, stages: Iterable[Stage[Any]]) -> Manifest:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        checksum = content.pop("checksum", None)
+        if checksum is not None and checksum != digest_of(content):
+            raise UserError(f"{file}: altered since it was written; {REMEDY}")
+        schema = content.get("schema_version", SCHEMA)
+        known = {stage.name: stage for stage in stages}
+        unknown = content.get("options", {}).keys() - RunConfig.model_fields.keys()
+        if schema > SCHEMA or unknown or not content.get("stages", {}).keys() <= known.keys():
+            raise UserError(
+                f"{file}: written by spec-compat {content.get('spec_compat')}, which this one"
+                f" ({spec_compat.__version__}) cannot read; install that release, or choose"
+                " another directory"
             )
-        if stage is not None and old != new:
-            found.append(Difference(name, stage, old, new))
-    return sorted(found, key=lambda difference: STAGES.index(difference.stage))
+        for name, record in content.get("stages", {}).items():
+            if schema == 1:
+                _migrate(record, known[name])
+            if record.get("result") is not None:
+                record["result"] = known[name].result.model_validate(record["result"])
+        return Manifest.model_validate({**content, "schema_version": SCHEMA})
+    except OSError as error:
+        raise UserError(f"{file}: {(error.strerror or str(error)).lower()}") from None
+    except (ValueError, AttributeError, TypeError):  # also what json and pydantic raise
+        raise UserError(f"{file}: not the manifest of a run; {REMEDY}") from None
 
 
-def _content(sources: Mapping[str, str], name: str) -> dict[str, str]:
-    """The digests of the model, or of all data."""
-    return {source: digest for source, digest in sources.items() if source.split()[0] == name}
+def _migrate(record: dict[str, Any], stage: Stage[Any]) -> None:
+    """Bring a record of schema 1 to this one.
 
-
-def refuse_another_run(manifest: Manifest, plan: Plan, first: Stage | None) -> None:
-    """Raise UserError unless the plan continues the run, or redoes it from the stage asked for."""
-    for difference in differences(manifest, plan):
-        if first is not None and STAGES.index(first) <= STAGES.index(difference.stage):
-            continue
-        raise UserError(
-            f"--output {plan.config.output}: belongs to another run, whose {_describe(difference)};"
-            f" choose another directory, or redo this one with --from {_public(difference.stage)}"
-        )
-
-
-def inputs(manifest: Manifest, plan: Plan, stage: Stage) -> dict[str, str]:
-    """All that the stage's result depends on, by name; what comes before it has finished."""
-    options = options_of(plan.config, stage)
-    if stage == "export" and plan.config.verifier_name is None:
-        options["verifier_name"] = plan.config.model
-    if stage in fingerprints.TOKENIZER_STAGES and plan.verifier.offers_code:
-        options["trust_remote_code"] = plan.config.trust_remote_code  # it is another tokenizer
-    geometry = {"the verifier's vocabulary": str(plan.verifier.geometry.vocab_size)}
-    return {
-        **(geometry if stage == "map" else {}),
-        **{name: plan.sources[name] for name in plan.sources if _reads(stage, name)},
-        **{flag(name): json.dumps(options[name]) for name in options if name not in BY_CONTENT},
-        **fingerprints.of(stage, plan.verifier),
-        **{f"the result of {name}": manifest.stages[name].digest for name in AFTER[stage]},
-    }
-
-
-def _reads(stage: Stage, source: str) -> bool:
-    return stage in ("extract", "train") if source == "model" else stage == "prepare"
-
-
-def fault(
-    manifest: Manifest, plan: Plan, layout: Layout, stage: Stage, locked: bool = False
-) -> str | None:
-    """Why the stage must be done: empty when it never was, None when it need not be.
-
-    Files with other times than those recorded, as in a copy of the run, are read. What is `locked`
-    by the caller keeps the new ones: the rows' index on the disk, `manifest` in memory.
+    It had the fields of a result beside its own. The files of the patches have moved since, and
+    make the same: their digests are taken for those of today.
     """
-    record = manifest.stages.get(stage)
-    if record is None:
-        return ""
-    now = inputs(manifest, plan, stage)
-    for name in dict.fromkeys((*now, *record.inputs)):
-        old, new = record.inputs.get(name, UNASKED.get(name)), now.get(name)
-        if old != new:
-            short = old and new and max(len(old), len(new)) < LONG
-            return f"{name} was {old}, is {new}" if short else f"{name} has changed"
-    if record.finished is None:
-        return ""
-    for name, reason in _altered(record, layout):
-        return f"{name} {reason}"
-    if stage == "extract":
-        return _altered_rows(plan, layout, record, locked)
-    return None
-
-
-def kept(manifest: Manifest, stage: Stage, inputs: Mapping[str, str]) -> set[str]:
-    """The datasets whose part of a stage stays what it is with other inputs: those of extract.
-
-    Where nothing but the tokens has changed, the rows are those of every dataset with the same.
-    """
-    before = manifest.stages.get(stage)
-    if stage != "extract" or before is None:
-        return set()
-    tokens = {"the result of prepare": ""}
-    if {**before.inputs, **tokens} != {**inputs, **tokens}:
-        return set()
-    now = manifest.stages["prepare"].parts
-    return {name for name, digest in before.parts.items() if now.get(name) == digest}
-
-
-def drop_altered(record: StageRecord, layout: Layout) -> None:
-    """Remove what is not as it was recorded: a stage that goes on would record it as its own."""
-    for name, _reason in list(_altered(record, layout)):
-        layout.remove(name)
-
-
-def _altered(record: StageRecord, layout: Layout) -> Iterator[tuple[str, str]]:
-    """Outputs that are not what was recorded, each with the reason."""
-    for name, digest in record.outputs.items():
-        stamp = atomic.Stamp.of(layout.root / name)
-        if stamp is None:
-            yield name, "is missing"
-        elif stamp != record.stamps.get(name):
-            if atomic.sha256(layout.root / name) != digest:
-                yield name, "has been altered"
-            else:
-                record.stamps[name] = stamp
-
-
-def _altered_rows(
-    plan: Plan, layout: Layout, record: StageRecord, locked: bool = False
-) -> str | None:
-    there, rows = 0, record.counts["rows"]
-    for dataset in plan.datasets:
-        index = Index(layout.rows(dataset.name))
-        shards = layout.relative(index.directory / SHARDS)
-        if shards not in record.outputs and (layout.root / shards).exists():
-            return f"{shards} is not of this run"
-        for name, reason in index.check().items():
-            return f"{layout.relative(index.directory / name)}: {reason}"
-        if index.copied and locked:
-            index.close()
-        there += len(index)
-    return None if there >= rows else f"{there} of {rows} rows are in the index"
+    made = {name: record.pop(name) for name in ("outputs", "bytes") if name in record}
+    counts = record.pop("counts", {})
+    if record.get("finished") is not None:
+        own = {"digest": record["digest"], "parts": record.get("parts", {})}
+        record["result"] = {**counts, **made, **own}
+    inputs = {k: v for k, v in record["inputs"].items() if not fingerprints.is_code(k)}
+    record["inputs"] = inputs | fingerprints.patches(stage.name)
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
@@ -277,37 +175,3 @@ def digest_of(content: Mapping[str, Any]) -> str:
 
 def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-@contextmanager
-def locked(layout: Layout) -> Iterator[int]:
-    """Hold the run directory, created if need be; a process that inherits the descriptor holds it.
-
-    Raises UserError when another process does. No crash leaves the lock behind.
-    """
-    layout.root.mkdir(parents=True, exist_ok=True)
-    with layout.lock.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--output {layout.root}: another process works on this run") from None
-        except OSError as error:
-            raise UserError(
-                f"--output {layout.root}: its file system has no locks"
-                f" ({os.strerror(error.errno or 0).lower()}), and two runs would spoil each other;"
-                " choose a directory elsewhere"
-            ) from None
-        yield stream.fileno()
-
-
-def _describe(difference: Difference) -> str:
-    option, _, old, new = difference
-    return f"{flag(option)} is {_written(old)}, not {_written(new)}"
-
-
-def _written(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _public(stage: Stage) -> Stage:
-    return "train" if stage == "export" else stage

@@ -19,11 +19,10 @@ from urllib.error import HTTPError, URLError
 from spec_compat.errors import UserError
 from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.run.config import ResolvedConfig, flag
-from spec_compat.pipeline.run.layout import Stage
+from spec_compat.pipeline.run.stage import Stage
 from spec_compat.pipeline.system.gpus import Gpu, visible
 from spec_compat.pipeline.system.units import size
 
-STAGES: tuple[Stage, ...] = ("extract", "train")
 ANSWER_SECONDS = 2.0
 # A server may need this long to stop, and again to give its memory back; one that does not come up
 # again mostly ends at once.
@@ -43,15 +42,14 @@ class ServingPause:
     def __enter__(self) -> ServingPause:
         return self
 
-    def before(self, stage: Stage) -> None:
+    def before(self, stage: Stage[Any]) -> None:
         """Stop the server if there is a command for it. Raises UserError if nothing fits then."""
         config = self._config
-        if stage not in STAGES:
+        if not stage.gpus:
             return
         if config.stop_server_cmd and not self._stopped and served(config.server_url):
             self._stop(config.stop_server_cmd)
-        if stage == "extract":
-            check_fits(config, visible())
+        stage.check(config)
 
     def _stop(self, command: str) -> None:
         self._say("stopping the server")

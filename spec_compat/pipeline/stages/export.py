@@ -1,4 +1,4 @@
-"""The last checkpoint as a directory that vLLM is pointed at: weights and a true config.json."""
+"""The stage export: the last checkpoint as a head that vLLM is pointed at, with a true config."""
 
 from __future__ import annotations
 
@@ -6,12 +6,36 @@ import json
 import shutil
 
 from spec_compat.pipeline.head.check import CONFIG, DTYPES, WEIGHTS, head_problems, read_head
-from spec_compat.pipeline.run.manifest import digest_of
-from spec_compat.pipeline.run.stage import Job, Result
+from spec_compat.pipeline.run.manifest import Result, digest_of
+from spec_compat.pipeline.run.plan import Plan
+from spec_compat.pipeline.run.stage import Job, Stage
+from spec_compat.pipeline.stages.train import TRAIN
 from spec_compat.pipeline.system import atomic
 
 
-def run(job: Job) -> Result:
+class Exported(Result):
+    """`epoch` is the one that the head is from, counted from 1."""
+
+    epoch: int
+
+
+def inputs(plan: Plan) -> dict[str, str]:
+    """Without a name, the verifier's place is written into the head's config."""
+    return {"--verifier-name": json.dumps(plan.config.verifier_name or plan.config.model)}
+
+
+EXPORT = Stage(
+    name="export",
+    result=Exported,
+    writes=("head",),
+    after=(TRAIN,),
+    options=("verifier_name",),
+    inputs=inputs,
+    public=False,
+)
+
+
+def run(job: Job) -> Exported:
     """Write `head/`. Raises RuntimeError when weights and config do not belong together."""
     layout = job.layout
     epochs = sorted(int(d.name) for d in layout.checkpoints.iterdir() if d.name.isdigit())
@@ -32,4 +56,4 @@ def run(job: Job) -> Result:
     files = sorted(layout.head.iterdir())
     outputs = {layout.relative(file): atomic.sha256(file) for file in files}
     size = sum(file.stat().st_size for file in files)
-    return Result(digest_of(outputs), {"epoch": epochs[-1] + 1}, outputs, size)
+    return Exported(digest=digest_of(outputs), outputs=outputs, bytes=size, epoch=epochs[-1] + 1)

@@ -1,28 +1,68 @@
-"""Which tokens the head can draft: the most frequent among those that it is trained on."""
+"""The stage map: which tokens the head can draft, the most frequent of those it is trained on."""
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from speculators.train.vocab_mapping import (
-    build_vocab_mappings_from_distribution,
-    combine_token_frequency_distributions,
-)
-from transformers import AutoTokenizer
-
 import spec_compat
-from spec_compat.pipeline.run.manifest import digest_of
-from spec_compat.pipeline.run.stage import Job, Result
+from spec_compat.pipeline.run import fingerprints
+from spec_compat.pipeline.run.manifest import Result, digest_of
+from spec_compat.pipeline.run.plan import Plan
+from spec_compat.pipeline.run.stage import Job, Stage
+from spec_compat.pipeline.stages.prepare import PREPARE
 from spec_compat.pipeline.system import atomic
 
 
-def run(job: Job) -> Result:
+class Mapped(Result):
+    """`tokens` are those that have a loss, `distinct_tokens` the different ones among them.
+
+    `padded` draft tokens were needed to fill the draft vocabulary and are never a target;
+    `coverage` is the share of `tokens` that can be drafted.
+    """
+
+    tokens: int
+    distinct_tokens: int
+    draft_vocab_size: int
+    target_vocab_size: int
+    padded: int
+    coverage: float
+
+
+def inputs(plan: Plan) -> dict[str, str]:
+    vocabulary = {"the verifier's vocabulary": str(plan.verifier.geometry.vocab_size)}
+    return {**vocabulary, **fingerprints.tokenizer(plan)}
+
+
+def summary(made: Mapped) -> str:
+    return (
+        f"{made.draft_vocab_size:,} draft tokens cover {made.coverage:.2%} of the trainable tokens"
+    )
+
+
+MAP = Stage(
+    name="map",
+    result=Mapped,
+    writes=("vocab_mapping",),
+    after=(PREPARE,),
+    options=("draft_vocab_size",),
+    packages=("speculators",),
+    inputs=inputs,
+    summary=summary,
+)
+
+
+def run(job: Job) -> Mapped:
     """Write `vocab_mapping/`.
 
     `token_freq.pt` maps a token id to its count among trainable tokens. `d2t.npy`, int64 [draft],
     is the offset from a draft id to its token id. `t2d.npy`, bool [vocabulary], marks the tokens
     that can be drafted.
     """
+    import numpy as np
+    import torch
+    from speculators.train.vocab_mapping import (
+        build_vocab_mappings_from_distribution,
+        combine_token_frequency_distributions,
+    )
+
     spec_compat.require(stage="map", scope="driver")
     job.events.doing("choosing the draft vocabulary")
     draft_size = job.config.draft_vocab_size
@@ -50,15 +90,17 @@ def run(job: Job) -> Result:
     covered = sum(count for token, count in frequencies.items() if t2d[token])
     files = sorted(directory.iterdir())
     outputs = {job.layout.relative(file): atomic.sha256(file) for file in files}
-    counts = {
-        "tokens": observed,
-        "distinct_tokens": len(frequencies),
-        "draft_vocab_size": draft_size,
-        "target_vocab_size": target_size,
-        "padded": padded,
-        "coverage": covered / observed,
-    }
-    return Result(digest_of(outputs), counts, outputs, sum(f.stat().st_size for f in files))
+    return Mapped(
+        digest=digest_of(outputs),
+        outputs=outputs,
+        bytes=sum(file.stat().st_size for file in files),
+        tokens=observed,
+        distinct_tokens=len(frequencies),
+        draft_vocab_size=draft_size,
+        target_vocab_size=target_size,
+        padded=padded,
+        coverage=covered / observed,
+    )
 
 
 def with_special_tokens_first(
@@ -73,6 +115,8 @@ def with_special_tokens_first(
 
 
 def _added_tokens(job: Job) -> set[int]:
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(
         job.config.model, trust_remote_code=job.config.trust_remote_code
     )

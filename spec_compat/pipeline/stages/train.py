@@ -1,271 +1,106 @@
-"""Trains the draft head with speculators' trainer on the rows of all datasets."""
+"""The stage train: the draft head, by speculators' trainer."""
 
 from __future__ import annotations
 
-import json
-import logging
-import math
-import random
-import time
-from pathlib import Path
-from typing import Any
+from rich.table import Table
 
-import numpy as np
-import torch
-from speculators.config import SpeculatorsConfig, VerifierConfig
-from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-from speculators.proposals.greedy import GreedyTokenProposalConfig
-from speculators.train.trainer import Trainer, TrainerConfig
-from speculators.train.utils import maybe_destroy_distributed, maybe_setup_distributed
-from transformers import LlamaConfig
-
-import spec_compat
-from spec_compat.errors import UserError
-from spec_compat.pipeline.head import targets
-from spec_compat.pipeline.head.geometry import mapping_problems, rope
-from spec_compat.pipeline.rows import storage
-from spec_compat.pipeline.rows.prepared import LENGTHS
-from spec_compat.pipeline.run.config import MASK_BLOCK, ResolvedConfig
-from spec_compat.pipeline.run.events import Events
-from spec_compat.pipeline.run.layout import Layout
-from spec_compat.pipeline.run.manifest import digest_of
-from spec_compat.pipeline.run.stage import Job, Result
-from spec_compat.pipeline.stages import checkpoints
-from spec_compat.pipeline.stages.loader import Rows, loader, seed_everything
-from spec_compat.pipeline.system import atomic
-
-# Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
-BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
-STEPS_PER_EPOCH = 8
-# Rows whose targets are checked before training, and rows that the manifest names for check-head.
-CHECKED_ROWS = 4
-SERVED_ROWS = 32
+from spec_compat.pipeline.run.config import ResolvedConfig
+from spec_compat.pipeline.run.manifest import Result
+from spec_compat.pipeline.run.stage import Job, Stage
+from spec_compat.pipeline.stages.extract import EXTRACT
+from spec_compat.pipeline.stages.map import MAP
+from spec_compat.pipeline.system import gpus
 
 
-def run(job: Job) -> Result:
-    """Write `checkpoints/<epoch>/`; goes on after the last epoch that is whole."""
-    spec_compat.require(stage="train", scope="driver")
-    job.events.doing("loading the draft head")
-    local_rank, world_size, rank, is_distributed = maybe_setup_distributed()
-    try:
-        return _train(job, local_rank, world_size, rank, is_distributed)
-    finally:
-        maybe_destroy_distributed()
+class Trained(Result):
+    """`tokens` counts those of all epochs, `waited_for_data` is a share of the time.
 
-
-def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed: bool) -> Result:
-    config, layout = job.config, job.layout
-    train, validation = split(job, world_size)
-    total_seq_len = config.total_seq_len or batch_tokens(train.lengths)
-    first_epoch = checkpoints.drop_unfinished(layout.checkpoints, config.epochs) if rank == 0 else 0
-    if is_distributed:
-        torch.distributed.barrier()
-    seed_everything(config.seed)
-    choices = targets.GreedyVerifier(job.verifier)
-    model = draft_head(job)
-    if rank == 0:
-        targets.check(model, choices, _last_states(train.files[:CHECKED_ROWS]))
-    train_loader = loader(job, train, total_seq_len, world_size, rank, config.noise_std)
-    validation_loader = loader(job, validation, total_seq_len, world_size, rank, 0)
-    metrics = Metrics(job.events if rank == 0 else Events(), layout, first_epoch)
-    metrics.plan(config.epochs, len(train_loader), sum(train.lengths))
-    call = {"ttt_steps": config.ttt_steps, "ttt_step_loss_decay": config.ttt_step_loss_decay}
-    trainer = Trainer(
-        model,
-        TrainerConfig(
-            lr=config.lr,
-            num_epochs=config.epochs,
-            save_path=str(layout.checkpoints),
-            resume_from_checkpoint=True,
-            is_distributed=is_distributed,
-            local_rank=local_rank,
-            train_call_kwargs={**call, "use_off_policy_tokens": config.use_off_policy_tokens},
-            val_call_kwargs={**call, "use_off_policy_tokens": False},
-        ),
-        train_loader,
-        validation_loader,
-    )
-    if rank == 0:
-        checkpoints.note_other_ranks(layout.checkpoints, first_epoch, world_size, job.events)
-        pause = config.on_full_disk == "pause"
-        checkpoints.wait_for_space(trainer, layout.root, pause, job.events)
-        logging.getLogger("speculators.metrics").addHandler(metrics)
-    begun = time.monotonic()
-    trainer.run_training()
-    seconds = time.monotonic() - begun
-    job.events.doing("measuring the head on the rows that were held out")
-    acceptance = targets.acceptance(trainer.model, choices, validation_loader, config.ttt_steps)
-    if rank != 0:
-        return Result("", {}, {})
-    trained = (config.epochs - first_epoch) * sum(train.lengths)  # what was there before is not
-    measured = {
-        "tokens_per_second": round(trained / seconds, 1),
-        "waited_for_data": round(train_loader.waited / seconds, 4),
-        "acceptance": acceptance.shares,
-        "following_acceptance": acceptance.following,
-        "expected_acceptance_length": 1 + sum(acceptance.shares),
-        "own_answers": acceptance.own,
-    }
-    return _result(job, metrics, train, validation, total_seq_len, measured)
-
-
-def split(job: Job, world_size: int) -> tuple[Rows, Rows]:
-    """Rows to train on and to validate with: the same on every machine, neither of them empty."""
-    rows = []
-    for dataset in job.datasets:
-        directory = job.layout.rows(dataset.name)
-        lengths = json.loads((directory / LENGTHS).read_text())
-        rows += [(directory / f"data_{index}.pt", length) for index, length in lengths.items()]
-    if len(rows) < 2 * world_size:
-        raise UserError(
-            f"{len(rows)} rows are too few: {world_size} to train on and {world_size} to validate "
-            "with are the least; give more --data"
-        )
-    random.Random(job.config.seed).shuffle(rows)  # noqa: S311
-    kept = round(len(rows) * job.config.val_ratio)
-    kept = min(max(kept, world_size), len(rows) - world_size)
-    halves = (rows[kept:], rows[:kept])
-    train, validation = (Rows([f for f, _ in half], [n for _, n in half]) for half in halves)
-    return train, validation
-
-
-def batch_tokens(lengths: list[int]) -> int:
-    """Tokens in a batch: it holds the longest row, and little data still makes several batches."""
-    usual = BATCH_TOKENS["cuda" if torch.cuda.is_available() else "cpu"]
-    wanted = max(max(lengths), min(usual, sum(lengths) // STEPS_PER_EPOCH))
-    return math.ceil(wanted / MASK_BLOCK) * MASK_BLOCK
-
-
-def _last_states(files: list[Path]) -> torch.Tensor:
-    rows = (storage.decoded(storage.load(file)) for file in files)
-    return torch.cat([row["hidden_states"][-1] for row in rows])
-
-
-def draft_head(job: Job) -> Any:
-    """A new head for the verifier, with the mapping of the map stage."""
-    config = job.config
-    mapping = job.layout.vocab_mapping
-    offsets, drafted = np.load(mapping / "d2t.npy"), np.load(mapping / "t2d.npy")
-    if problems := mapping_problems(offsets, drafted):
-        raise UserError(f"{mapping}: {problems[0]}; make it again with --from map")
-    d2t, t2d = torch.from_numpy(offsets), torch.from_numpy(drafted)
-    head_config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer_config(job.verifier.hf_text_config, config),
-        draft_vocab_size=len(d2t),
-        norm_before_residual=True,
-        # Captured after layer k; for vLLM an id means before that layer.
-        eagle_aux_hidden_state_layer_ids=[layer_id + 1 for layer_id in config.layer_ids[:-1]],
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=config.ttt_steps)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(
-                name_or_path=config.model, architectures=list(job.verifier.architectures)
-            ),
-        ),
-    )
-    return Eagle3DraftModel(head_config, t2d=t2d, d2t=d2t)
-
-
-def layer_config(verifier: Any, options: ResolvedConfig) -> LlamaConfig:
-    """The head's decoder layer: a Llama layer of the run's geometry, the verifier's by default.
-
-    `verifier` is the config of the language model, or of one wrapper around it.
+    `validation` has the trainer's metrics after the last epoch, by name. For `acceptance`,
+    `following_acceptance` and `own_answers` see head.targets.Acceptance. `held_out` names rows for
+    check-head. What is None was not measured by the release that trained.
     """
-    text = verifier.get_text_config()
-    theta, scaling = rope(text.to_dict())
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    config = LlamaConfig(
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        intermediate_size=options.draft_intermediate_size or text.intermediate_size,
-        num_hidden_layers=options.num_layers,
-        num_attention_heads=options.draft_heads or text.num_attention_heads,
-        num_key_value_heads=options.draft_kv_heads or text.num_key_value_heads,
-        head_dim=options.draft_head_dim or width,
-        hidden_act="silu",  # whatever the verifier's is: vLLM's Llama layer knows no other
-        max_position_embeddings=text.max_position_embeddings,
-        initializer_range=text.initializer_range,
-        rms_norm_eps=getattr(text, "rms_norm_eps", None) or text.layer_norm_eps,
-        rope_theta=theta or 10000.0,
-        rope_scaling=scaling,
-        tie_word_embeddings=False,
+
+    rows: int
+    validation_rows: int
+    tokens: int
+    epochs: int
+    steps: int
+    ttt_steps: int
+    total_seq_len: int
+    validation: dict[str, float]
+    acceptance: list[float]
+    expected_acceptance_length: float
+    held_out: list[str]
+    following_acceptance: list[float] | None = None
+    own_answers: float | None = None
+    waited_for_data: float | None = None
+
+
+def summary(made: Trained) -> str:
+    steps = f"{made.steps:,} steps, {made.epochs} epochs"
+    waited = made.waited_for_data
+    return steps if waited is None else f"{steps}, {waited:.1%} waiting for data"
+
+
+def tables(made: Trained) -> list[Table]:
+    """The last validation."""
+    caption = f"expected acceptance length: {made.expected_acceptance_length:.2f}"
+    if made.own_answers is not None:
+        caption += f"; the verifier itself would have said {made.own_answers:.0%} of this text"
+    table = Table(
+        title=f"Validation after epoch {made.epochs}",
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
     )
-    config._attn_implementation = "simple_flex_attention"
-    return config
-
-
-class Metrics(logging.Handler):
-    """Turns what the trainer logs into progress, and keeps it in logs/metrics.jsonl."""
-
-    def __init__(self, events: Events, layout: Layout, first_epoch: int) -> None:
-        super().__init__()
-        self._events = events
-        self._path = layout.metrics
-        self.records = checkpoints.kept_metrics(layout.metrics, first_epoch)
-        self._steps = self._epochs = 0
-        self._first = self._done = self.steps
-        self._tokens_per_step = 0.0
-
-    def plan(self, epochs: int, steps_per_epoch: int, tokens_per_epoch: int) -> None:
-        self._epochs = epochs
-        self._steps = epochs * steps_per_epoch
-        self._tokens_per_step = tokens_per_epoch / steps_per_epoch
-        self._events.doing("training", self._steps, "steps")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not isinstance(record.msg, dict):
-            return
-        message: dict[str, Any] = record.msg
-        self.records.append(message)
-        with self._path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(message) + "\n")
-        if "train" not in message:
-            return
-        loss = message["train"]["loss"]
-        if not math.isfinite(loss):
-            raise RuntimeError(f"the loss is {loss} in step {self._done + 1}")
-        self._done += 1
-        self._events.progress(
-            self._done,
-            round((self._done - self._first) * self._tokens_per_step),
-            f"epoch {message['epoch'] + 1}/{self._epochs}, loss {loss:.3f}  ",
+    for heading in ("speculative step", "loss", "accepted", "accepted if the steps before are"):
+        table.add_column(heading, justify="right")
+    following = made.following_acceptance
+    for step, share in enumerate(made.acceptance):
+        table.add_row(
+            str(step + 1),
+            f"{made.validation[f'loss_{step}']:.3f}",
+            f"{share:.1%}",
+            f"{following[step]:.1%}" if following else "not known",
         )
-
-    @property
-    def steps(self) -> int:
-        return sum("train" in record for record in self.records)
-
-    @property
-    def validation(self) -> dict[str, float]:
-        """The last validation, by the names of the training metrics; empty if its log is gone."""
-        last: dict[str, float] = next(
-            (record["val"] for record in reversed(self.records) if "val" in record), {}
-        )
-        return {name.removesuffix("_epoch"): value for name, value in last.items()}
+    return [table] if made.validation else []
 
 
-def _result(
-    job: Job,
-    metrics: Metrics,
-    train: Rows,
-    validation: Rows,
-    total_seq_len: int,
-    measured: dict[str, Any],
-) -> Result:
-    config, layout = job.config, job.layout
-    files = sorted(file for file in layout.checkpoints.rglob("*") if file.is_file())
-    outputs = {layout.relative(file): atomic.sha256(file) for file in files}
-    counts = {
-        "rows": len(train.files),
-        "validation_rows": len(validation.files),
-        "tokens": config.epochs * sum(train.lengths),
-        "epochs": config.epochs,
-        "steps": metrics.steps,
-        "ttt_steps": config.ttt_steps,
-        "total_seq_len": total_seq_len,
-        "validation": metrics.validation,
-        **measured,
-        "held_out": [layout.relative(file) for file in validation.files[:SERVED_ROWS]],
-    }
-    return Result(digest_of(outputs), counts, outputs, sum(file.stat().st_size for file in files))
+def ranks(config: ResolvedConfig) -> int:
+    return config.train_gpus or gpus.count()
+
+
+TRAIN = Stage(
+    name="train",
+    result=Trained,
+    writes=("checkpoints", "logs/metrics.jsonl"),
+    after=(EXTRACT, MAP),
+    options=(
+        "epochs",
+        "lr",
+        "ttt_steps",
+        "ttt_step_loss_decay",
+        "use_off_policy_tokens",
+        "num_layers",
+        "draft_heads",
+        "draft_kv_heads",
+        "draft_head_dim",
+        "draft_intermediate_size",
+        "noise_std",
+        "total_seq_len",
+        "val_ratio",
+    ),
+    packages=("speculators",),
+    inputs=lambda plan: {"model": plan.model},
+    gpus=True,
+    ranks=ranks,
+    summary=summary,
+    tables=tables,
+)
+
+
+def run(job: Job) -> Trained:
+    """Write `checkpoints/<epoch>/`; goes on after the last epoch that is whole."""
+    from spec_compat.pipeline.stages import training
+
+    return training.run(job)

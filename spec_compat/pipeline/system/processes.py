@@ -20,6 +20,8 @@ SHARED = Path("/dev/shm")  # noqa: S108
 # Names that Python, torch and NCCL give to what they share; anything else there is somebody's file.
 NAMES = ("psm_*", "sem.mp-*", "torch_*", "nccl-*")
 
+# In what vLLM says of a worker that raised something, which it then ends itself by SIGTERM.
+TOLD_OF = "root cause"
 # SIGHUP is what is left of a terminal or an ssh connection that has gone.
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WHY = {

@@ -1,12 +1,12 @@
 """The GPUs that CUDA would see: how many there are, and how much memory each has."""
 
 import inspect
-from pathlib import Path
 
 import pynvml
 import pytest
 
-from spec_compat.pipeline.run import runner
+from spec_compat.pipeline.run.config import ResolvedConfig
+from spec_compat.pipeline.stages import TRAIN
 from spec_compat.pipeline.system import gpus
 from spec_compat.pipeline.system.gpus import Gpu
 from tests.unit.nvml import FakeNvml
@@ -70,13 +70,15 @@ def test_without_mig_on_the_visible_gpu_its_memory_is_known(
     assert gpus.visible() == [A]
 
 
-@pytest.mark.parametrize(("devices", "ranks"), [("0", 0), ("0,2", 2), (None, 3)])
+@pytest.mark.parametrize(("devices", "ranks"), [("0", 1), ("0,2", 2), (None, 3)])
 def test_training_takes_a_rank_for_each_gpu(
     devices: str | None, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FakeNvml(A, B, C).install(monkeypatch, devices)
-    words = runner.command("train", None, Path("run"), Path("events"))
-    assert (f"--nproc_per_node={ranks}" in words) == (ranks > 1)
+    given = {"model": "m", "data": ["d.jsonl"], "output": "run", "seq_length": 8}
+    config = ResolvedConfig.model_validate({**given, "layer_ids": [2], "draft_vocab_size": 8})
+    assert TRAIN.ranks(config) == ranks
+    assert TRAIN.ranks(config.model_copy(update={"train_gpus": 7})) == 7
 
 
 def test_the_stand_in_has_what_nvml_has() -> None:

@@ -18,8 +18,8 @@ from spec_compat.errors import UserError
 from spec_compat.pipeline.run import config as options
 from spec_compat.pipeline.run import servers
 from spec_compat.pipeline.run.config import ResolvedConfig
-from spec_compat.pipeline.run.layout import STAGES
 from spec_compat.pipeline.run.servers import ServingPause
+from spec_compat.pipeline.stages import EXTRACT, PREPARE, STAGES, TRAIN
 from spec_compat.pipeline.system.gpus import Gpu
 from tests.unit.nvml import FakeNvml
 
@@ -152,7 +152,7 @@ def test_a_server_that_wants_a_key_is_stopped_too(tmp_path: Path) -> None:
         pytest.raises(UserError, match="--stop-server-cmd: it ended with exit code 1"),
         ServingPause(config(server_url=url, **asked), print) as pause,
     ):
-        pause.before("extract")
+        pause.before(EXTRACT)
     assert stopped.exists()
 
 
@@ -163,7 +163,7 @@ def test_a_server_that_does_not_stop_is_said_so(monkeypatch: pytest.MonkeyPatch)
         pytest.raises(UserError, match="the server still answers or holds the GPUs"),
         ServingPause(config(server_url=url, stop_server_cmd="true"), print) as pause,
     ):
-        pause.before("extract")
+        pause.before(EXTRACT)
 
 
 def test_a_command_that_does_not_end_is_not_waited_for(
@@ -178,7 +178,7 @@ def test_a_command_that_does_not_end_is_not_waited_for(
         pytest.raises(UserError, match="--stop-server-cmd: it has not ended after 1 seconds"),
         ServingPause(config(server_url=url, **asked), print) as pause,
     ):
-        pause.before("extract")
+        pause.before(EXTRACT)
     assert back.exists()
 
 
@@ -191,7 +191,7 @@ def test_what_a_command_says_may_be_anything(tmp_path: Path) -> None:
         pytest.raises(UserError, match=r"--stop-server-cmd: it ended with exit code 4: caf."),
         ServingPause(config(server_url=url, stop_server_cmd=command), print) as pause,
     ):
-        pause.before("extract")
+        pause.before(EXTRACT)
     assert time.monotonic() - begun < 20
 
 
@@ -208,7 +208,7 @@ def test_a_server_comes_back_when_the_run_is_stopped_while_it_stops(
         pause = ServingPause(config(server_url=url, **asked), print)
         monkeypatch.setattr(servers.subprocess, "run", interrupted)
         with pytest.raises(KeyboardInterrupt), pause:
-            pause.before("train")
+            pause.before(TRAIN)
     assert back.exists()
 
 
@@ -230,7 +230,7 @@ def test_a_server_that_does_not_come_back_is_said(tmp_path: Path) -> None:
         pytest.raises(UserError),
         ServingPause(config(server_url=url, **asked), said.append) as pause,
     ):
-        pause.before("train")
+        pause.before(TRAIN)
     assert up.exists()
     assert said[-1] == "--restart-server-cmd: it ended with exit code 7"
 
@@ -244,7 +244,7 @@ def test_memory_is_looked_at_before_the_verifier_is_loaded(
         for stage in STAGES[:1] + STAGES[2:]:
             pause.before(stage)
         with pytest.raises(UserError, match="the GPUs are in use"):
-            pause.before("extract")
+            pause.before(EXTRACT)
 
 
 def test_a_server_tells_its_models(server: str) -> None:
@@ -281,9 +281,9 @@ def test_the_server_makes_room_and_comes_back_after_a_failure(server: str, tmp_p
 
     def fail() -> None:
         with pause:
-            pause.before("prepare")
+            pause.before(PREPARE)
             assert up.exists()
-            pause.before("extract")
+            pause.before(EXTRACT)
             assert not up.exists()
             raise KeyError
 
@@ -298,7 +298,7 @@ def test_a_server_that_does_not_answer_is_not_started(tmp_path: Path) -> None:
     with ServingPause(
         config(stop_server_cmd="false", restart_server_cmd=f"touch {up}"), print
     ) as pause:
-        pause.before("extract")
+        pause.before(EXTRACT)
     assert not up.exists()
 
 
@@ -309,4 +309,4 @@ def test_a_command_that_cannot_stop_it_is_one_line(server: str) -> None:
             config(server_url=server, stop_server_cmd="echo no such >&2; exit 3"), print
         ) as pause,
     ):
-        pause.before("train")
+        pause.before(TRAIN)

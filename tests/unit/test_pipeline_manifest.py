@@ -147,7 +147,7 @@ def test_a_run_whose_manifest_has_max_disk_as_text_is_continued(root: Path) -> N
     begun.options["max_disk"] = "500GB"
     options = config.load({}, earlier=begun.options)
     assert options.max_disk == 500 * 10**9
-    manifest.refuse_another_run(begun, plan.make(options), None)
+    staleness.refuse_another_run(begun, plan.make(options), STAGES, None)
 
 
 def test_inputs_change_with_the_options_of_the_stage_and_what_came_before(root: Path) -> None:

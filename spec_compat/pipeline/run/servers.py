@@ -122,9 +122,9 @@ def check_fits(config: ResolvedConfig, gpus: list[Gpu]) -> None:
     verifier = Verifier(config.model, config.trust_remote_code)
     weights = verifier.weight_bytes // config.tensor_parallel_size
     if weights > share * least:
-        raise UserError(
-            f"--model {config.model}: its weights take {size(weights)} of each GPU, "
-            f"--gpu-memory-utilization {share:g} allows {size(int(share * least))} of {size(least)}"
+        raise verifier.error(
+            f"its weights take {size(weights)} of each GPU, --gpu-memory-utilization {share:g} "
+            f"allows {size(int(share * least))} of {size(least)}"
         )
     if gpu := held(config, gpus):
         problem = (

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo serving test matrix faults bench lint clean
+.PHONY: help setup demo serving check test matrix faults bench lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -17,9 +17,11 @@ demo: setup ## run the whole pipeline on SmolLM2-135M-Instruct
 serving: ## build .venv-serve, whose vLLM serves heads on a CPU (Python 3.11 or newer)
 	@$(PYTHON) scripts/bootstrap.py serve
 
-test: lint ## run lint and the whole test suite, live tests included
+check: lint ## run lint and the tests that load neither torch nor vLLM; two minutes at most
+	@$(PYTEST) tests/unit tests/contract
+
+test: check ## run every test, the live ones included
 	-@$(PYTHON) scripts/bootstrap.py serve
-	@$(PYTEST) tests/unit tests/contract # in processes without torch and vllm
 	@$(PYTEST) tests/live tests/e2e tests/faults
 
 matrix: setup ## run every pair of releases and keep what was seen in support.toml

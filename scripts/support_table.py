@@ -1,4 +1,4 @@
-"""The tables of releases in README and docs/releases.md, and the live runs in support.toml.
+"""The tables of releases and patches in README and docs/, and the live runs in support.toml.
 
     python -m scripts.support_table          # write the tables
 
@@ -30,6 +30,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from spec_compat import registry
 from spec_compat.support import Pair, Support, support
 from tests.contract.upstream import pair as built
 
@@ -149,10 +150,27 @@ def _bare(pair: Pair) -> str:
     return f"static only: {first.rpartition('Error: ')[2]}"
 
 
+def patches(known: Support) -> str:
+    """Markdown: every patch, the releases that nominate it, and what happens without it."""
+    lines = []
+    for patch in sorted(registry.patches(), key=lambda patch: patch.id):
+        releases = ", ".join(f"{name} {specifier}" for name, specifier in patch.when.items())
+        lines.append(f"- `{patch.id}` (`{releases}`): {_symptom(patch.doc)}.")
+    return "\n".join(lines)
+
+
+def _symptom(doc: str) -> str:
+    """The first sentence of a patch's symptom; "Silent" where nothing is raised."""
+    text = " ".join(doc.partition("\nSymptom")[2].partition("\nCause")[0].split())
+    text = re.sub(r"^(Silent\.|None( that is raised)?:)", "Silent:", text)
+    return re.split(r"(?<!\.)\. (?=[A-Z])", text.rstrip("."))[0]
+
+
 TABLES = {
     "releases": ("README.md", patched),
     "install": ("README.md", install),
     "unpatched": ("docs/releases.md", unpatched),
+    "patches": ("docs/patches.md", patches),
 }
 
 

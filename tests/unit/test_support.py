@@ -194,14 +194,15 @@ def test_when_lines_were_run_is_written_into_their_group(tmp_path: Path) -> None
     assert two == {"ran": what, "wheel": "two", "lines": ["pip install"]}
 
 
-def test_the_tables_of_releases_are_current(tmp_path: Path) -> None:
+def test_the_tables_are_current(tmp_path: Path) -> None:
     files = {file for file, _made in support_table.TABLES.values()}
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         shutil.copyfile(support_table.ROOT / file, tmp_path / file)
     support_table.write(tmp_path)
-    for file in files:  # where they differ: scripts/support_table.py
-        assert (support_table.ROOT / file).read_text() == (tmp_path / file).read_text()
+    for file in files:
+        written = (support_table.ROOT / file).read_text()
+        assert written == (tmp_path / file).read_text(), "run: python -m scripts.support_table"
 
 
 def test_a_cell_says_what_was_run_and_what_was_not() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from tests.unit.world import World
 
-# A unit test reaches no network: a hub that does not answer would cost it half a minute.
+# A unit test asks no hub of the network, which would cost half a minute where none answers.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 

@@ -20,7 +20,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_verifier(tmp_path / "model")
     make_data(tmp_path / "d.jsonl")
     monkeypatch.syspath_prepend(make_releases(tmp_path / "site"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

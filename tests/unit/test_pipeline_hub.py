@@ -91,9 +91,10 @@ def hub() -> Iterator[Hub]:
 
 def ask(hub: Hub, home: Path, **environment: str) -> Any:
     """Layers, commit and bytes of weights, or the line of the error."""
+    online = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.address, "HF_HOME": str(home)}
     done = subprocess.run(
         [sys.executable, "-c", ASK],
-        env={**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(home), **environment},
+        env={**os.environ, **online, **environment},
         capture_output=True,
         text=True,
         timeout=120,

@@ -17,7 +17,7 @@ SYMPTOMS = {
     "extract/kv-cache-config": "unexpected keyword argument 'kv_cache_specs'",
     "extract/scheduler": "missing 1 required positional argument: 'block_size'",
     "extract/host-memory": "NVIDIA driver",
-    "extract/cache-config": "AssertionError",
+    "extract/cache-config": "assert len(request.block_hashes) >= num_full_blocks",
     "extract/executor,extract/capture": "has no attribute 'get_input_embeddings'",
     "extract/capture": "the patch extract/capture is not in place in vLLM worker [0]",
     "extract/reply-shape": "KeyError: 0",

@@ -366,8 +366,9 @@ def _generator(given: argparse.Namespace, model: Path, dummy: bool, length: int)
 
 
 def _extractor(given: argparse.Namespace, generator: Any, case: str) -> Run:
+    from spec_compat.capture.orders import PreparedRow
+    from spec_compat.capture.prefill import Prefill, Step, pack
     from spec_compat.pipeline.rows import storage
-    from spec_compat.pipeline.stages.prefill import Prefill, Step, pack
 
     kinds = {
         "shards": storage.Shards(),
@@ -383,10 +384,10 @@ def _extractor(given: argparse.Namespace, generator: Any, case: str) -> Run:
             generator.opened, generator.prefill = case, Prefill(generator, kind, given.sink_buffers)
         prefill = generator.prefill
         steps = pack([len(ids) for ids in batch], prefill.tokens, 256)
+        rows = [PreparedRow(ids, [1] * len(ids)) for ids in batch]
         size = written = 0
         for answer in prefill.run(
-            Step(str(directory), {row: (batch[row], [1] * len(batch[row])) for row in step}, step)
-            for step in steps
+            Step(str(directory), {row: rows[row] for row in step}, step) for step in steps
         ):
             if answer.failure or answer.refused:
                 raise RuntimeError(f"{answer.failure} {answer.refused[:1]}")

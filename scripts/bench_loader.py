@@ -221,6 +221,7 @@ def write_rows(given: argparse.Namespace, case: str, directory: Path) -> tuple[l
 
     import torch
 
+    from spec_compat.capture.orders import EncodedRow
     from spec_compat.pipeline.rows import storage
 
     kinds = {
@@ -238,7 +239,7 @@ def write_rows(given: argparse.Namespace, case: str, directory: Path) -> tuple[l
     for begin in range(0, given.rows, max(1, STEP // length)):
         step = list(range(begin, min(given.rows, begin + max(1, STEP // length))))
         content = {
-            row: (
+            row: EncodedRow(
                 [1] * length,
                 [1] * length,
                 [part[place * length : (place + 1) * length] for part in encoded],
@@ -246,7 +247,7 @@ def write_rows(given: argparse.Namespace, case: str, directory: Path) -> tuple[l
             for place, row in enumerate(step)
         }
         for name, rows in writer.files(dict.fromkeys(step, length)).items():
-            size += writer.write(directory / name, {row: content[row] for row in rows})[1]
+            size += writer.write(directory / name, {row: content[row] for row in rows}).size
             shards |= {str(row): name for row in rows}
     if writer.lists:
         (directory / storage.INDEX).write_text(json.dumps({"rows": shards}))

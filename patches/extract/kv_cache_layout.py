@@ -17,7 +17,7 @@ from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
     when={"speculators": ">=0.3,<0.5", "vllm": ">=0.29"},
-    after=("extract/executor", "extract/reply-shape"),
+    after=("extract/executor",),
 )
 
 

@@ -10,17 +10,14 @@ Cause    `block_size` is required since vLLM 0.11.1; the generator of 0.4 says 1
          every request of a step after that step, also one of which only a chunk was computed
          (vllm-project/speculators#279). That of 0.4 aborts none before the end, so that after 32
          rows (the limit on sequences) no further one is scheduled: RuntimeError: Request req_0_32
-         not found in captured states. The last, empty `schedule()` swallows the ids of finished
-         requests, so that workers never forget those rows. The specs of unequal layers are for the
-         workers; the engine gives the scheduler that of one of them.
+         not found in captured states. The specs of unequal layers are for the workers; the engine
+         gives the scheduler that of one of them.
 Fix      The generator's name `Scheduler` becomes a subclass: it takes the block size from the KV
-         cache groups, of which it sees what the engine would let it see, finishes a request once
-         its prompt is computed and not before, and keeps the finished ids of an empty step for the
-         next one.
+         cache groups, of which it sees what the engine would let it see, and finishes a request
+         once its prompt is computed and not before.
 Remove when the in-process generator of speculators 0.3 and 0.4 is no longer supported.
 """
 
-from collections.abc import Iterable
 from copy import deepcopy
 from math import lcm
 from types import ModuleType
@@ -50,18 +47,13 @@ def scheduler(original: type[Any], module: ModuleType) -> type[Any]:
             super().__init__(**{name: kwargs[name] for name in kwargs if name in known})
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
-            computed = [request.request_id for request in self.running]
+            computed = [
+                request.request_id
+                for request in self.running
+                if request.num_computed_tokens >= request.num_prompt_tokens
+            ]
             self.finish_requests(computed, module.RequestStatus.FINISHED_ABORTED)
-            output = super().schedule(*args, **kwargs)
-            if output.total_num_scheduled_tokens == 0:
-                self.finished_req_ids |= output.finished_req_ids
-            return output
-
-        def finish_requests(self, request_ids: str | Iterable[str], status: Any) -> Any:
-            ids = (request_ids,) if isinstance(request_ids, str) else request_ids
-            requests = [self.requests[i] for i in ids if i in self.requests]
-            whole = [r.request_id for r in requests if r.num_computed_tokens >= r.num_prompt_tokens]
-            return super().finish_requests(whole, status)
+            return super().schedule(*args, **kwargs)
 
     return PrefillScheduler
 

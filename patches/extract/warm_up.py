@@ -16,7 +16,7 @@ from spec_compat.patching import NEEDED, Patch, Probe, moved
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
     when={"speculators": ">=0.3,<0.5", "vllm": ">=0.27"},
-    after=("extract/executor", "extract/kv-cache-layout", "extract/reply-shape"),
+    after=("extract/executor", "extract/kv-cache-layout"),
 )
 
 

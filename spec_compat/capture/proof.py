@@ -4,12 +4,17 @@ In bf16 two right computations of a logit differ by 0 or 1 units in the last pla
 may differ where two logits nearly tie; of rows that are mixed up the gap is dozens of units.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_GAP = 4
 
 
-def gaps(logits: Any, sampled: Any) -> Any:
+def gaps(logits: Tensor, sampled: Tensor) -> Tensor:
     """float32 [rows, 2]: the gap in units in the last place of bf16, and the token of the logits.
 
     `logits` [rows, vocabulary] are those of the last states, `sampled` int64 [rows] what vLLM

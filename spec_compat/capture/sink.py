@@ -9,6 +9,8 @@ fixed number of buffers: with none free, the step waits.
 The driver sends an order with each step, and is answered with what was written since the last.
 """
 
+from __future__ import annotations
+
 import os
 import threading
 from collections.abc import Callable
@@ -17,9 +19,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import LifoQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from spec_compat.capture.orders import Answer, EncodedRow, Failure, Order, Refused, Storage
 from spec_compat.capture.proof import contradiction, gaps
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # Where nobody says how many buffers: as many as this, in bytes, holds, within these limits.
 BUFFER_BYTES = 2 << 30
@@ -27,60 +34,27 @@ MIN_BUFFERS, MAX_BUFFERS = 3, 8
 MAX_WRITERS = 8
 
 
-class Order(NamedTuple):
-    """What becomes of a step's rows: row number, token ids and loss mask by request id.
-
-    `files` has the rows of each file; a row in none of them is computed and dropped.
-    """
-
-    directory: str
-    rows: dict[str, tuple[int, list[int], list[int]]]
-    files: dict[str, list[int]]
-
-
-class Written(NamedTuple):
-    """A file that has its final name: its rows, SHA-256 and size in bytes."""
-
-    directory: str
-    name: str
-    rows: list[int]
-    sha256: str
-    size: int
-
-
-class Refused(NamedTuple):
-    """A row that failed its proof and is in no file."""
-
-    directory: str
-    row: int
-    reason: str
-
-
-class Answer(NamedTuple):
-    """What happened since the last answer; `failure` is (errno or 0, text) of a writer."""
-
-    written: list[Written]
-    refused: list[Refused]
-    failure: tuple[int, str] | None
+def buffer_count(step_bytes: int, asked: int | None) -> int:
+    """Steps of at most this many bytes that the host holds; all of them are made at once."""
+    return asked or min(MAX_BUFFERS, max(MIN_BUFFERS, BUFFER_BYTES // step_bytes))
 
 
 class Place(NamedTuple):
-    """Where a request's tokens lie in a step; `first` is the first one's position in the row."""
+    """Where the tokens of a row lie in a step."""
 
     request_id: str
+    number: int
     start: int
     stop: int
-    first: int
-    done: bool
 
 
 @dataclass
 class Buffer:
     """Host memory for one step, page-locked where a device copies into it; all [tokens, ...]."""
 
-    states: list[Any]
-    finite: Any
-    proof: Any
+    states: list[Tensor]
+    finite: Tensor
+    proof: Tensor
 
 
 @dataclass
@@ -94,16 +68,13 @@ class Step:
     order: Order
     places: list[Place]
     buffer: Buffer
-    states: list[Any]
-    finite: Any
-    logits: Any
-    computed: Any
+    states: list[Tensor]
+    finite: Tensor
+    logits: Tensor
+    computed: torch.cuda.Event | None
     sampled: list[int] = field(default_factory=list)
     copied: Callable[[], None] = lambda: None
     files_left: int = 0
-
-    def row_number(self, place: Place) -> int:
-        return self.order.rows[place.request_id][0]
 
     def refused(self) -> dict[int, str]:
         """Reasons by row number."""
@@ -111,56 +82,50 @@ class Step:
         proofs = self.buffer.proof[: len(self.places)].tolist()
         for place, (gap, token), sampled in zip(self.places, proofs, self.sampled, strict=True):
             if not bool(self.buffer.finite[place.start : place.stop].all()):
-                found[self.row_number(place)] = "NaN or infinity in its states"
+                found[place.number] = "NaN or infinity in its states"
             elif reason := contradiction(gap, token, sampled):
-                found[self.row_number(place)] = reason
+                found[place.number] = reason
         return found
 
-    def rows(self) -> dict[int, tuple[list[int], list[int], list[Any]]]:
-        """Token ids, loss mask and states in the buffer, by row number."""
+    def rows(self) -> dict[int, EncodedRow]:
+        """The rows by number; their states are views of the buffer."""
         return {
-            row: (ids, mask, [states[place.start : place.stop] for states in self.buffer.states])
+            place.number: EncodedRow(
+                *self.order.rows[place.number],
+                [states[place.start : place.stop] for states in self.buffer.states],
+            )
             for place in self.places
-            for row, ids, mask in (self.order.rows[place.request_id],)
         }
 
 
 class Sink:
-    """Takes the steps of one worker; see the module. Other ranks than the first keep nothing.
+    """Takes the steps of one worker, each of at most `tokens` tokens; see the module."""
 
-    `storage.encode` makes of a step's states what is copied, `storage.write` a file of rows.
-    """
-
-    def __init__(self, capture: Any, storage: Any, *, tokens: int, buffers: int | None) -> None:
-        self.capture = capture
+    def __init__(self, storage: Storage, tokens: int, buffers: int | None) -> None:
         self.storage = storage
         self.tokens = tokens
         self.buffers = buffers
-        self.order: Order | None = None
         self.step: Step | None = None  # launched
         self.computed: Step | None = None  # and its tokens sampled
         self.free: LifoQueue[Buffer] = LifoQueue()  # what was used last is warm
         self.made = 0
         writers = max(2, min(MAX_WRITERS, (os.cpu_count() or 2) // 2))
         self._writers = ThreadPoolExecutor(writers, "row-writer")
-        self._side: Any = None
+        self._side: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
         self._answer = Answer([], [], None)
 
-    def take(self, places: list[Place], order: Order) -> None:
-        """Have computed, for the step that is launched, what is stored of it and what proves it."""
+    def take(
+        self, order: Order, places: list[Place], streams: list[Tensor], logits: Tensor
+    ) -> None:
+        """Have computed, for the step that is launched, what is stored of it and what proves it.
+
+        `streams` are the layers' states [tokens, hidden], `logits` [rows, vocabulary] those of each
+        row's last token.
+        """
         import torch
 
-        streams = self.capture.streams
-        last = streams.taken[streams.last]
-        ends = torch.tensor([place.stop - 1 for place in places]).to(last.device, non_blocking=True)
-        logits = self.capture.runner.model.compute_logits(streams.norm(last[ends]))
-        if not self.capture.layer_ids:
-            return
-        if cut := [place for place in places if place.first or not place.done]:
-            raise RuntimeError(f"request {cut[0].request_id} was computed in more than one step")
-        tokens = places[-1].stop
-        states = [streams.taken[layer_id][:tokens] for layer_id in self.capture.layer_ids]
+        states = [layer[: places[-1].stop] for layer in streams]
         # The greatest of a token's magnitudes is NaN or infinite where one of them is.
         greatest = [layer.abs().amax(dim=-1) for layer in states]
         finite = torch.stack(greatest).isfinite().all(dim=0)
@@ -192,7 +157,7 @@ class Sink:
             return
         with torch.inference_mode(), self._beside(step):
             self._copy(step)
-            if step.computed is not None:
+            if self._side is not None:
                 step.copied = self._side.record_event().synchronize
         self._writers.submit(self._write_sound, step)
 
@@ -208,20 +173,19 @@ class Sink:
             self.free.put(buffer)
         return self.answer()
 
-    def _buffer(self, encoded: list[Any]) -> Buffer:
+    def _buffer(self, encoded: list[Tensor]) -> Buffer:
         """A free buffer. All are made with the first step: to lock pages stops the device."""
-        if self.buffers is None:
-            size = self.tokens * sum(part[0].numel() * part.element_size() for part in encoded)
-            self.buffers = min(MAX_BUFFERS, max(MIN_BUFFERS, BUFFER_BYTES // size))
+        token_bytes = sum(part[0].numel() * part.element_size() for part in encoded)
+        self.buffers = buffer_count(self.tokens * token_bytes, self.buffers)
         while self.made < self.buffers:
             self.free.put(self._allocated(encoded))
             self.made += 1
         return self.free.get()
 
-    def _allocated(self, encoded: list[Any]) -> Buffer:
+    def _allocated(self, encoded: list[Tensor]) -> Buffer:
         import torch
 
-        def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+        def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, pin_memory=encoded[0].is_cuda)
 
         return Buffer(
@@ -238,8 +202,7 @@ class Sink:
             return nullcontext()
         self._side = self._side or torch.cuda.Stream()
         self._side.wait_event(step.computed)
-        stream: AbstractContextManager[Any] = torch.cuda.stream(self._side)
-        return stream
+        return torch.cuda.stream(self._side)
 
     def _copy(self, step: Step) -> None:
         """Prove the rows, and copy all that is known of them into the buffer."""
@@ -252,10 +215,10 @@ class Sink:
         pairs = [*zip(buffer.states, step.states, strict=True), (buffer.finite, step.finite)]
         for host, tensor in [*pairs, (buffer.proof, proof)]:
             host[: len(tensor)].copy_(tensor, non_blocking=True)
-        if step.computed is not None:  # the model's stream, which made them, wants their memory
+        if self._side is not None:  # the model's stream, which made them, wants their memory
             for tensor in (*step.states, step.finite, step.logits):
                 tensor.record_stream(self._side)
-        step.states, step.finite, step.logits = [], None, None
+        del step.states, step.finite, step.logits
 
     def _write_sound(self, step: Step) -> None:
         """Once a step's rows are in their buffer: report the bad ones, have the others written."""
@@ -280,12 +243,10 @@ class Sink:
             self._fail(error)
             self.free.put(step.buffer)
 
-    def _write(self, step: Step, name: str, rows: dict[int, Any]) -> None:
+    def _write(self, step: Step, name: str, rows: dict[int, EncodedRow]) -> None:
         try:
             if self._answer.failure is None:
-                path = Path(step.order.directory, name)
-                digest, size = self.storage.write(path, rows)
-                written = Written(step.order.directory, name, list(rows), digest, size)
+                written = self.storage.write(Path(step.order.directory, name), rows)
                 with self._lock:
                     self._answer.written.append(written)
         except Exception as error:
@@ -297,33 +258,6 @@ class Sink:
             self.free.put(step.buffer)
 
     def _fail(self, error: Exception) -> None:
-        failure = (getattr(error, "errno", None) or 0, f"{type(error).__name__}: {error}")
+        failure = Failure(getattr(error, "errno", None) or 0, f"{type(error).__name__}: {error}")
         with self._lock:
             self._answer = self._answer._replace(failure=self._answer.failure or failure)
-
-
-def open_sink(worker: Any, storage: Any, **options: Any) -> None:
-    """In a worker whose capture is set up: from now on steps come with orders."""
-    worker._capture.sink = Sink(worker._capture, storage, **options)
-    worker._capture.awaited = True
-
-
-def extract(worker: Any, scheduler_output: Any, order: Order) -> Answer:
-    """In a worker: compute one step, and see to its rows."""
-    sink = worker._capture.sink
-    sink.order = order
-    try:
-        output = worker.execute_model(scheduler_output)
-        sink.release()  # the step before
-        output = worker.sample_tokens(None) if output is None else output
-        sink.sampled(output)
-    finally:
-        sink.order = None
-    answer: Answer = sink.answer()
-    return answer
-
-
-def drain(worker: Any) -> Answer:
-    """In a worker: wait for the last row."""
-    answer: Answer = worker._capture.sink.drain()
-    return answer

@@ -155,6 +155,7 @@ def test_a_flipped_bit_and_a_missing_row_are_found_without_the_model(
 
 def test_each_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a step, and so of a shard, are from all over 4,096 rows."""
+    from spec_compat.capture.orders import EncodedRow
     from spec_compat.pipeline import verify
     from spec_compat.pipeline.rows import storage
     from spec_compat.pipeline.rows.index import Index
@@ -163,8 +164,8 @@ def test_each_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     index, kind, holders = Index(tmp_path), storage.Shards(), {}
     for rows in ([0, 2, 4], [1, 3]):
         file = tmp_path / f"shard_{rows[0]}.safetensors"
-        digest, _ = kind.write(file, {row: ([7], [1], [torch.ones(1, 8)] * 4) for row in rows})
-        index.add(file.name, digest, dict.fromkeys(rows, 1))
+        content = {row: EncodedRow([7], [1], [torch.ones(1, 8)] * 4) for row in rows}
+        index.add(file.name, kind.write(file, content).sha256, dict.fromkeys(rows, 1))
         holders |= {str(row): file.name for row in rows}
     (tmp_path / storage.INDEX).write_text(json.dumps({"rows": holders}))
     read, sha256 = list[Path](), atomic.sha256

@@ -61,13 +61,13 @@ FAULTS = {
 
 def plant(worker: Any, name: str) -> None:
     capture = worker._capture
-    assign = capture._assign
+    hand_over = capture._hand_over
 
-    def faulty(num_scheduled_tokens: dict[str, int]) -> None:
+    def faulty(*step: Any) -> None:
         capture.streams.taken = FAULTS[name](capture.streams.taken)
-        assign(num_scheduled_tokens)
+        hand_over(*step)
 
-    capture._assign = faulty
+    capture._hand_over = faulty
 
 
 def main(model: str) -> None:
@@ -86,7 +86,7 @@ def main(model: str) -> None:
 
 
 def unplant(worker: Any) -> None:
-    vars(worker._capture).pop("_assign", None)
+    vars(worker._capture).pop("_hand_over", None)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,18 @@ from typing import Any
 import torch
 
 import spec_compat  # noqa: F401
+from spec_compat.capture.orders import Answer, EncodedRow, PreparedRow, Written
+from spec_compat.capture.prefill import Prefill, Step, pack
 from spec_compat.pipeline.rows import storage
-from spec_compat.pipeline.stages.prefill import Prefill, Step, pack
 from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
 
 SLEEP = 0.2
-Row = tuple[list[int], list[int]]
 
 
 class Slow(storage.RowFiles):
     """A disk that takes its time."""
 
-    def write(self, path: Path, rows: dict[int, storage.Content]) -> tuple[str, int]:
+    def write(self, path: Path, rows: Mapping[int, EncodedRow]) -> Written:
         time.sleep(SLEEP)
         return super().write(path, rows)
 
@@ -36,7 +37,7 @@ class Slow(storage.RowFiles):
 class Full(storage.RowFiles):
     """A disk that has no room for one of the rows."""
 
-    def write(self, path: Path, rows: dict[int, storage.Content]) -> tuple[str, int]:
+    def write(self, path: Path, rows: Mapping[int, EncodedRow]) -> Written:
         if path.name == "data_7.pt":
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().write(path, rows)
@@ -48,22 +49,19 @@ class Ahead:
     def __init__(self, executor: Any) -> None:
         self.counts: list[int] = []
         self._sent: list[Any] = []
-        self._send = executor.extract
-        executor.extract = self
+        self._send = executor.collective_rpc
+        executor.collective_rpc = self
 
-    def __call__(self, *order: Any) -> Any:
-        self.counts.append(sum(not future.done() for future in self._sent))
-        self._sent.append(self._send(*order))
-        return self._sent[-1]
+    def __call__(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        reply = self._send(method, *args, **kwargs)
+        if kwargs.get("non_block"):
+            self.counts.append(sum(not future.done() for future in self._sent))
+            self._sent.append(reply)
+        return reply
 
 
 def buffers(worker: Any) -> int:
     return int(worker._capture.sink.made)
-
-
-def remembered(worker: Any) -> int:
-    """Rows that the capture still knows."""
-    return len(worker._capture.prompts)
 
 
 def peak(worker: Any) -> int:
@@ -92,29 +90,35 @@ class Extraction:
         self.directory = directory
 
     def run(
-        self, rows: list[Row], kind: storage.RowFiles, most: int = 256, buffers: int | None = None
-    ) -> tuple[list[list[int]], list[Any]]:
+        self,
+        rows: list[PreparedRow],
+        kind: storage.RowFiles,
+        most: int = 256,
+        buffers: int | None = None,
+    ) -> tuple[list[list[int]], list[Answer]]:
         """The steps, and the worker's answers."""
         prefill = Prefill(self.generator, kind, buffers)
         steps = pack([len(ids) for ids, _mask in rows], prefill.tokens, most)
         given = (Step(str(self.directory), {r: rows[r] for r in step}, step) for step in steps)
         return steps, list(prefill.run(given))
 
-    def written(self, answers: list[Any]) -> dict[str, list[int]]:
+    def written(self, answers: list[Answer]) -> dict[str, list[int]]:
         return {file.name: file.rows for answer in answers for file in answer.written}
 
 
-def random_rows(count: int, longest: int) -> list[Row]:
+def random_rows(count: int, longest: int) -> list[PreparedRow]:
     draw = random.Random(0)
     lengths = [draw.randint(1, longest) for _ in range(count)]
     return [
-        ([draw.randrange(3, 512) for _ in range(n)], [draw.randrange(2) for _ in range(n)])
+        PreparedRow(
+            [draw.randrange(3, 512) for _ in range(n)], [draw.randrange(2) for _ in range(n)]
+        )
         for n in lengths
     ]
 
 
 def differing(
-    generator: Any, rows: list[Row], steps: list[list[int]], directory: Path
+    generator: Any, rows: list[PreparedRow], steps: list[list[int]], directory: Path
 ) -> list[int]:
     """Rows whose file is not what generate() returns for the rows of its step."""
     wrong = []
@@ -147,13 +151,13 @@ def main(model: str, root: Path) -> None:
         driver = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         found[f"peak after {count}"] = [*worker(peak), driver]
         (found[f"held after {count}"],) = worker(held)
-    (found["remembered"],) = worker(remembered)
 
     rows = random_rows(120, 511)
     plain = extraction("rows")
     ahead = Ahead(generator.executor)
     steps, answers = plain.run(rows, storage.RowFiles())
-    found["ahead"], found["buffers"] = [*ahead.counts], worker(buffers)
+    generator.executor.collective_rpc = worker
+    found["ahead"], found["buffers"] = ahead.counts, worker(buffers)
     found["tokens"] = [sum(len(rows[row][0]) for row in step) for step in steps]
     found["written"] = sorted(row for part in plain.written(answers).values() for row in part)
     found["digests"] = {file.name: file.sha256 for answer in answers for file in answer.written}

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 import spec_compat  # noqa: F401
+from spec_compat.capture.orders import EncodedRow
 from spec_compat.errors import UserError
 from spec_compat.pipeline.rows import storage
 from spec_compat.pipeline.stages import loader, memory as room
@@ -33,10 +34,10 @@ def write(directory: Path, kind: storage.RowFiles) -> list[Path]:
     states = [torch.randn(total, HIDDEN, generator=draw) * sizes for _ in range(LAYERS)]
     states = [layer.bfloat16() for layer in states]
     encoded, begin = kind.encode(states), 0
-    content: dict[int, storage.Content] = {}
+    content: dict[int, EncodedRow] = {}
     for row, length in enumerate(LENGTHS):
         part = [tensor[begin : begin + length] for tensor in encoded]
-        content[row] = list(range(length)), [i % 2 for i in range(length)], part
+        content[row] = EncodedRow(list(range(length)), [i % 2 for i in range(length)], part)
         begin += length
     files = kind.files(dict(enumerate(LENGTHS)))
     for name, rows in files.items():

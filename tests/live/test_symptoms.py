@@ -20,8 +20,8 @@ SYMPTOMS = {
     "extract/cache-config": "assert len(request.block_hashes) >= num_full_blocks",
     "extract/executor,extract/capture": "has no attribute 'get_input_embeddings'",
     "extract/capture": "the patch extract/capture is not in place in vLLM worker [0]",
-    "extract/reply-shape": "KeyError: 0",
-    "extract/executor": "State error: sample_tokens() must be called",
+    # What is left of generate() and of the worker are two halves that do not know each other.
+    "extract/executor": "Must call _setup_hidden_states_capture before capturing states",
 }
 # Shown by verifiers that need them: in test_zoo.py, and in test_kimi_walls.py.
 ELSEWHERE = {"extract/layer-count", "extract/sliding-window", "extract/trust-remote-code"}

@@ -11,6 +11,8 @@ import pyarrow.compute  # type: ignore[import-untyped]
 import torch
 from datasets import load_from_disk
 
+from spec_compat.capture.orders import PreparedRow
+
 LENGTHS = "sample_lengths.json"
 BAD_ROWS = "bad_rows.json"
 LENGTHS_AT_ONCE = 10_000
@@ -44,13 +46,13 @@ class Prepared:
             lengths += pyarrow.compute.list_value_length(batch["input_ids"]).to_pylist()
         return lengths
 
-    def __getitem__(self, index: int) -> tuple[list[int], list[int]]:
+    def __getitem__(self, index: int) -> PreparedRow:
         row = self._rows[index]
-        return row["input_ids"], row["loss_mask"]
+        return PreparedRow(row["input_ids"], row["loss_mask"])
 
-    def __iter__(self) -> Iterator[tuple[list[int], list[int]]]:
+    def __iter__(self) -> Iterator[PreparedRow]:
         for row in self._rows:
-            yield row["input_ids"], row["loss_mask"]
+            yield PreparedRow(row["input_ids"], row["loss_mask"])
 
 
 def fault(row: Row, ids: list[int], mask: list[int], layers: int, dtype: torch.dtype) -> str:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, cast
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from spec_compat.capture.orders import EncodedRow, Written
 from spec_compat.pipeline.rows import index, zstd
 from spec_compat.pipeline.system import atomic
 
 Kind = Literal["rows", "shards"]
 Row = dict[str, Any]
-# Token ids, loss mask, and what `encode` made of the row's states.
-Content = tuple[list[int], list[int], list[Tensor]]
 
 # The shard of each row, beside the shards.
 INDEX = index.SHARDS
@@ -67,8 +66,8 @@ class RowFiles:
         """What is stored of a step's states, each [tokens, hidden]; on their device."""
         return states
 
-    def write(self, path: Path, rows: dict[int, Content]) -> tuple[str, int]:
-        """Write a file of rows; its SHA-256 and its size in bytes."""
+    def write(self, path: Path, rows: Mapping[int, EncodedRow]) -> Written:
+        """Write a file of rows."""
         ((ids, mask, states),) = rows.values()
         row = {
             "input_ids": torch.tensor(ids, dtype=torch.long),
@@ -77,8 +76,8 @@ class RowFiles:
         }
         with atomic.replacing(path) as stream:
             hashed = _Hashed(stream)
-            torch.save(row, hashed)
-        return hashed.digest.hexdigest(), hashed.size
+            torch.save(row, cast("IO[bytes]", hashed))
+        return hashed.written(path, rows)
 
 
 class Shards(RowFiles):
@@ -116,7 +115,7 @@ class Shards(RowFiles):
         pairs = zip(states, scales, strict=True)
         return [*((layer / scale[:, None]).to(FP8) for layer, scale in pairs), *scales]
 
-    def write(self, path: Path, rows: dict[int, Content]) -> tuple[str, int]:
+    def write(self, path: Path, rows: Mapping[int, EncodedRow]) -> Written:
         tensors = {name: tensor for row in rows.items() for name, tensor in self._tensors(*row)}
         header: dict[str, Any] = {}
         if self.compressed:
@@ -135,10 +134,10 @@ class Shards(RowFiles):
             hashed = _Hashed(stream)
             hashed.write(len(text).to_bytes(8, "little") + text)
             for tensor in tensors.values():
-                hashed.write(memoryview(tensor.view(torch.uint8).numpy()).cast("B"))
-        return hashed.digest.hexdigest(), hashed.size
+                hashed.write(tensor.view(torch.uint8).numpy().data.cast("B"))
+        return hashed.written(path, rows)
 
-    def _tensors(self, row: int, content: Content) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, row: int, content: EncodedRow) -> Iterator[tuple[str, Tensor]]:
         """Widest elements first, so that each is aligned."""
         ids, mask, states = content
         yield f"{row}.input_ids", torch.tensor(ids, dtype=torch.long)
@@ -259,6 +258,10 @@ class _Hashed:
 
     def flush(self) -> None:
         self._stream.flush()
+
+    def written(self, path: Path, rows: Mapping[int, EncodedRow]) -> Written:
+        digest = self.digest.hexdigest()
+        return Written(str(path.parent), path.name, list(rows), digest, self.size)
 
 
 def _alone(part: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from speculators.data_generation.vllm_hidden_states_generator import (
 )
 
 import spec_compat
+from spec_compat.capture.prefill import Prefill, Step, pack
 from spec_compat.errors import UserError
 from spec_compat.pipeline.head import targets
 from spec_compat.pipeline.rows import index as rows_index
@@ -30,7 +31,6 @@ from spec_compat.pipeline.run.manifest import digest_of
 from spec_compat.pipeline.run.plan import Dataset
 from spec_compat.pipeline.run.stage import Job
 from spec_compat.pipeline.stages.extract import Extracted
-from spec_compat.pipeline.stages.prefill import Prefill, Step, pack
 from spec_compat.pipeline.system import atomic, disk
 from spec_compat.pipeline.system.units import size
 from spec_compat.report import Report
@@ -244,7 +244,8 @@ def _extract(
     computed, begun = 0, time.monotonic()
     model = prefill.generator.vllm_config.model_config
     pause = job.config.on_full_disk == "pause"
-    width = prefill.storage.token_bytes(
+    storage = next(iter(stores.values())).storage
+    width = storage.token_bytes(
         len(prefill.generator.layer_ids), model.get_hidden_size(), model.dtype
     )
     job.events.doing("extracting", total)

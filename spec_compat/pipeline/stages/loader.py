@@ -97,7 +97,7 @@ def _token_bytes(file: Path) -> int:
     return int(sum(part.nbytes for part in states)) // len(row["input_ids"]) + 40
 
 
-class RowDataset(Dataset[Item]):  # type: ignore[misc]
+class RowDataset(Dataset[Item]):
     """The rows as they are stored, mapped; speculators decides which places go together."""
 
     def __init__(self, files: list[Path]) -> None:

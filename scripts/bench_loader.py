@@ -26,9 +26,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts import measure
+
+if TYPE_CHECKING:
+    from spec_compat.pipeline.rows.row import StoredRow
 
 STORED = ("speculators", "rows", "shards", "fp8", "zstd")
 TRAINED = ("train-speculators", "train-rows", "train-fp8")
@@ -109,9 +112,9 @@ def prepared(
     """A case's batches, what goes through them once, and the bytes of its rows."""
     directory.mkdir(parents=True)
     storage = case.removeprefix("train-")
-    files, size = write_rows(given, storage, directory)
+    rows, size = write_rows(given, storage, directory)
     loader = speculators_loader if storage == "speculators" else ours
-    batches = Counted(loader(given, files))
+    batches = Counted(loader(given, rows))
     epoch = on_device(batches) if case == storage else trainer(given, batches, directory)
     return batches, epoch, size
 
@@ -215,14 +218,15 @@ def verifier(given: argparse.Namespace, directory: Path) -> Path:
     return directory
 
 
-def write_rows(given: argparse.Namespace, case: str, directory: Path) -> tuple[list[Path], int]:
+def write_rows(
+    given: argparse.Namespace, case: str, directory: Path
+) -> tuple[list[StoredRow], int]:
     """The rows' names and the bytes they take."""
-    import json
-
     import torch
 
     from spec_compat.capture.orders import EncodedRow
     from spec_compat.pipeline.rows import storage
+    from spec_compat.pipeline.rows.row import RowRef, StoredRow
 
     kinds = {
         "shards": storage.Shards(),
@@ -231,7 +235,7 @@ def write_rows(given: argparse.Namespace, case: str, directory: Path) -> tuple[l
     }
     writer = kinds.get(case, storage.RowFiles())
     length, size = given.length, 0
-    shards: dict[str, str] = {}
+    stored: dict[int, StoredRow] = {}
     tokens = max(STEP, length)
     encoded = writer.encode(
         [torch.randn(tokens, given.hidden_size).bfloat16() for _ in range(LAYERS)]
@@ -248,21 +252,19 @@ def write_rows(given: argparse.Namespace, case: str, directory: Path) -> tuple[l
         }
         for name, rows in writer.files(dict.fromkeys(step, length)).items():
             size += writer.write(directory / name, {row: content[row] for row in rows}).size
-            shards |= {str(row): name for row in rows}
-    if writer.lists:
-        (directory / storage.INDEX).write_text(json.dumps({"rows": shards}))
-    return [directory / f"data_{row}.pt" for row in range(given.rows)], size
+            for row in rows:
+                stored[row] = StoredRow(RowRef("rows", row), directory / name, length)
+    return [stored[row] for row in range(given.rows)], size
 
 
-def ours(given: argparse.Namespace, files: list[Path]) -> Any:
-    from spec_compat.pipeline.stages.loader import Rows, loader
+def ours(given: argparse.Namespace, rows: list[StoredRow]) -> Any:
+    from spec_compat.pipeline.stages.loader import loader
 
     job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=given.workers, seed=0))
-    rows = Rows(files, [given.length] * len(files))
     return loader(job, rows, given.batch_tokens, 1, 0, NOISE)
 
 
-def speculators_loader(given: argparse.Namespace, files: list[Path]) -> Any:
+def speculators_loader(given: argparse.Namespace, rows: list[StoredRow]) -> Any:
     """As its training script has it, but for the number of workers."""
     import torch
     from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
@@ -271,13 +273,15 @@ def speculators_loader(given: argparse.Namespace, files: list[Path]) -> Any:
     from torch.utils.data import DataLoader
 
     dataset = Eagle3SampleFileDataset(
-        given.batch_tokens, file_list=[str(f) for f in files], transform=AddUniformNoise(NOISE)
+        given.batch_tokens,
+        file_list=[str(row.file) for row in rows],
+        transform=AddUniformNoise(NOISE),
     )
     return DataLoader(
         dataset,
         batch_sampler=MultipackDistributedBatchSamplerV2(
             batch_max_length=given.batch_tokens,
-            lengths=[given.length] * len(files),
+            lengths=[given.length] * len(rows),
             num_replicas=1,
             rank=0,
         ),

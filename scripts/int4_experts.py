@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,12 @@ def compare(run: Path, model: Path) -> None:
     import torch
 
     from spec_compat.pipeline import verify
-    from spec_compat.pipeline.rows import storage
+    from spec_compat.pipeline.rows import storage, store
     from spec_compat.pipeline.run.manifest import Manifest
     from tests import kimi
 
     layers = Manifest.model_validate_json((run / "manifest.json").read_text()).options["layer_ids"]
-    files = sorted((run / "gen" / "talks").glob("data_*.pt"))[:COMPARED]
+    stored_rows = list(islice(store.stored(run / "gen" / "talks"), COMPARED))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     oracle = kimi.language_model(model, torch.float32).to(device)
     norm = oracle.model.norm
@@ -122,22 +123,26 @@ def compare(run: Path, model: Path) -> None:
     def median(found: Any, right: Any) -> float:
         return round(verify.errors(found, right)[0], 5)
 
-    rows = [storage.load(file) for file in files]
-    exact = [states(row["input_ids"]) for row in rows]
+    rows = [storage.load(row.file, row.ref.number) for row in stored_rows]
+    exact = [states(row.input_ids) for row in rows]
     ours, before = [], []
     for row, right in zip(rows, exact, strict=True):
-        stored = list(row["hidden_states"])
+        stored = list(row.hidden_states)
         before.append([median(s, right[k][0]) for k, s in zip(layers, stored, strict=True)])
         with torch.inference_mode():
             stored[-1] = norm(stored[-1].to(device).float())  # as transformers has the last layer's
         ours.append([median(s, right[k + 1][0]) for k, s in zip(layers, stored, strict=True)])
     oracle.bfloat16()
-    for file, row, right, mine, far in zip(files, rows, exact, ours, before, strict=True):
-        rounded = states(row["input_ids"])
+    for where, row, right, mine, far in zip(stored_rows, rows, exact, ours, before, strict=True):
+        rounded = states(row.input_ids)
         theirs = [median(rounded[k + 1][0], right[k + 1][0]) for k in layers]
-        tokens = len(row["input_ids"])
+        tokens = len(row.input_ids)
         measure.record(
-            what=file.name, tokens=tokens, ours=mine, transformers_bf16=theirs, layer_before=far
+            what=str(where.ref),
+            tokens=tokens,
+            ours=mine,
+            transformers_bf16=theirs,
+            layer_before=far,
         )
 
 

@@ -14,6 +14,9 @@ from enum import Enum
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
+# The column by which the pipeline numbers rows, and prepare/loss-mask names those that it reports.
+ROW_COLUMN = "spec_compat_row"
+
 Scope = Literal["driver", "worker"]
 Severity = Literal["required", "optional"]
 Factory = Callable[[Any, ModuleType], object]

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
+from spec_compat.patching import NEEDED, ROW_COLUMN, Patch, Probe, moved, parameters
 
 from ._turns import Message, RowError, Template
 
@@ -41,7 +41,6 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
 COLUMNS = ("conversations", "messages")
-ROW = "spec_compat_row"
 BATCH = 1000
 RESULTS = ("input_ids", "loss_mask", "row", "reason", "detail")
 ARGUMENTS = {"dataset", "tokenizer", "max_length", "num_proc", "assistant_pattern", "turn_dropout"}
@@ -58,9 +57,9 @@ def load_raw(original: Callable[..., Any], module: ModuleType) -> Callable[..., 
     @wraps(original)
     def load_raw_dataset(*args: Any, **kwargs: Any) -> Any:
         dataset = original(*args, **kwargs)  # which the caller shuffles
-        if ROW in dataset.column_names:
+        if ROW_COLUMN in dataset.column_names:
             return dataset
-        return dataset.add_column(ROW, list(range(len(dataset))))
+        return dataset.add_column(ROW_COLUMN, list(range(len(dataset))))
 
     return load_raw_dataset
 
@@ -124,7 +123,7 @@ def prepare(
     conversations = next(batch[column] for column in COLUMNS if column in batch)
     tools = batch.get("tools", [None] * len(places))
     results: dict[str, list[Any]] = {name: [] for name in RESULTS}
-    results["row"] = list(batch.get(ROW, places))
+    results["row"] = list(batch.get(ROW_COLUMN, places))
     for place, conversation, offered in zip(places, conversations, tools, strict=True):
         ids, mask, reason, detail = list[int](), list[int](), "", ""
         try:

@@ -72,8 +72,8 @@ class Prefill:
         self.generator = generator
         self.storage = storage
         self.tokens: int = generator.vllm_config.scheduler_config.max_num_batched_tokens
-        self._workers = generator.executor.collective_rpc
-        self._workers(worker.open_sink, args=(storage, self.tokens, buffers))
+        self._call = generator.executor.collective_rpc
+        self._call(worker.open_sink, args=(storage, self.tokens, buffers))
 
     def run(self, steps: Iterable[Step]) -> Iterator[Answer]:
         """Compute the steps; what the worker answers, as it comes.
@@ -96,14 +96,14 @@ class Prefill:
         return Order(step.directory, numbers, rows, self.storage.files(lengths))
 
     def _send(self, output: Any, order: Order) -> Future[Answer]:
-        reply = self._workers(
+        reply = self._call(
             worker.extract, args=(output, order), unique_reply_rank=0, non_block=True
         )
         answer: Future[Answer] = _single(reply)
         return answer
 
     def _drain(self) -> Answer:
-        answer: Answer = _single(self._workers(worker.drain, unique_reply_rank=0))
+        answer: Answer = _single(self._call(worker.drain, unique_reply_rank=0))
         return answer
 
     def _schedule(self, step: Step) -> Iterator[tuple[Any, dict[str, int]]]:

@@ -58,8 +58,8 @@ class Buffer:
 
 
 @dataclass
-class Step:
-    """The rows of one step; they are in the buffer once `copied()` returns.
+class LaunchedStep:
+    """A step in the worker; its rows are in the buffer once `copied()` returns.
 
     `states` and `finite`, [tokens, ...], and `logits`, [rows, vocabulary], are on the device once
     the event `computed` is over; without a device that computes by itself it is None.
@@ -105,8 +105,8 @@ class Sink:
         self.storage = storage
         self.tokens = tokens
         self.buffers = buffers
-        self.step: Step | None = None  # launched
-        self.computed: Step | None = None  # and its tokens sampled
+        self.step: LaunchedStep | None = None  # launched
+        self.computed: LaunchedStep | None = None  # and its tokens sampled
         self.free: LifoQueue[Buffer] = LifoQueue()  # what was used last is warm
         self.made = 0
         writers = max(2, min(MAX_WRITERS, (os.cpu_count() or 2) // 2))
@@ -132,7 +132,7 @@ class Sink:
         encoded = self.storage.encode(states)
         computed = torch.cuda.current_stream().record_event() if logits.is_cuda else None
         buffer = self._buffer(encoded)
-        self.step = Step(order, places, buffer, encoded, finite, logits, computed)
+        self.step = LaunchedStep(order, places, buffer, encoded, finite, logits, computed)
 
     def sampled(self, output: Any) -> None:
         """The step has been computed, and these are the tokens that vLLM sampled."""
@@ -194,7 +194,7 @@ class Sink:
             empty((self.tokens, 2), torch.float32),
         )
 
-    def _beside(self, step: Step) -> AbstractContextManager[Any]:
+    def _beside(self, step: LaunchedStep) -> AbstractContextManager[Any]:
         """Where there is a device: the stream beside the model's, once the step is computed."""
         import torch
 
@@ -204,7 +204,7 @@ class Sink:
         self._side.wait_event(step.computed)
         return torch.cuda.stream(self._side)
 
-    def _copy(self, step: Step) -> None:
+    def _copy(self, step: LaunchedStep) -> None:
         """Prove the rows, and copy all that is known of them into the buffer."""
         import torch
 
@@ -220,7 +220,7 @@ class Sink:
                 tensor.record_stream(self._side)
         del step.states, step.finite, step.logits
 
-    def _write_sound(self, step: Step) -> None:
+    def _write_sound(self, step: LaunchedStep) -> None:
         """Once a step's rows are in their buffer: report the bad ones, have the others written."""
         try:
             step.copied()
@@ -243,7 +243,7 @@ class Sink:
             self._fail(error)
             self.free.put(step.buffer)
 
-    def _write(self, step: Step, name: str, rows: dict[int, EncodedRow]) -> None:
+    def _write(self, step: LaunchedStep, name: str, rows: dict[int, EncodedRow]) -> None:
         try:
             if self._answer.failure is None:
                 written = self.storage.write(Path(step.order.directory, name), rows)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from spec_compat.pipeline.rows.index import Index
+from spec_compat.pipeline.rows.row import RowRef
 from spec_compat.pipeline.run.layout import Layout
 from spec_compat.pipeline.run.manifest import find
 from spec_compat.pipeline.stages import STAGES, TRAIN
@@ -38,16 +42,20 @@ def origin(head: Path) -> Origin | None:
     if manifest is None or trained is None:
         return None
     options = {name: manifest.options[name] for name in LLM_OPTIONS}
-    prompts = [_question(layout.root / file) for file in trained.held_out]
+    prompts = _questions(layout, map(RowRef.parse, trained.held_out))
     own = 1.0 if trained.own_answers is None else trained.own_answers
     return Origin([ids for ids in prompts if ids], trained.acceptance, own, options)
 
 
-def _question(row: Path) -> list[int]:
-    """The token ids of a held-out row up to the first that is trained on."""
+def _questions(layout: Layout, held_out: Iterable[RowRef]) -> list[list[int]]:
+    """Of each held-out row that is still stored the ids up to the first that is trained on."""
     from spec_compat.pipeline.rows import storage
 
-    content = storage.load(row)
-    first = int(content["loss_mask"].argmax())
-    ids: list[int] = content["input_ids"][:first].tolist()
-    return ids
+    index = cache(lambda dataset: Index(layout.rows(dataset)))
+    found = []
+    for dataset, number in held_out:
+        rows = index(dataset)
+        if number in rows:
+            row = storage.load(rows.directory / rows.holder(number), number)
+            found.append(row.input_ids[: int(row.loss_mask.argmax())].tolist())
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -15,11 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from spec_compat.capture.prefill import WINDOW
 from spec_compat.errors import UserError
 from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.rows import storage
-from spec_compat.pipeline.rows.index import Entry, Index
+from spec_compat.pipeline.rows.index import Index
 from spec_compat.pipeline.rows.prepared import Prepared, bad_rows, fault
+from spec_compat.pipeline.rows.row import Row, RowRef, StoredRow
 from spec_compat.pipeline.run import manifest
 from spec_compat.pipeline.run.config import ResolvedConfig
 from spec_compat.pipeline.run.layout import Layout
@@ -33,8 +35,6 @@ from spec_compat.pipeline.system.units import size
 # more. In a mixture of experts a near-tie sends a token to another expert: the median counts alone.
 # What is stored in fp8 is off by 2.6 % more.
 MEDIAN, WORST, FP8_MEDIAN = 0.03, 0.2, 0.05
-# Rows between which those of a shard lie (prefill.WINDOW): so many shards at most.
-WINDOW = 4096
 EMBEDDINGS = "model.embed_tokens.weight"
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -70,35 +70,36 @@ def verify(root: Path, samples: int = 4, progress: Progress = lambda *_: None) -
     verifier = Verifier(config.model, config.trust_remote_code)
     if samples:
         _check_memory(verifier)
-    found, sound = Verification(), []
+    found, sound = Verification(), list[tuple[str, StoredRow]]()
     datasets = {d.name: Prepared(layout.prepared(d.name)) for d in name_datasets(config.data)}
     total = sum(map(len, datasets.values()))
     dtype: torch.dtype | None = None
     for name, prepared in datasets.items():
-        files = Index(layout.rows(name)).files
+        index = Index(layout.rows(name))
         left_out = bad_rows(layout.rows(name))
-        for index, (ids, mask) in enumerate(prepared):
-            if index in left_out:
+        for number, row in enumerate(prepared):
+            if number in left_out:
                 continue
-            file = layout.rows(name) / f"data_{index}.pt"
+            where = layout.relative(index.directory / _holder(index, number))
             try:
-                row = _load(file, files)
-                dtype = dtype or row["hidden_states"][0].dtype
-                problem = fault(row, ids, mask, len(config.layer_ids), dtype)
+                loaded = _load(index, number)
+                dtype = dtype or loaded.hidden_states[0].dtype
+                problem = fault(loaded, row, len(config.layer_ids), dtype)
             except _UnreadableError as error:
                 problem = str(error)
             if problem:
-                found.problems.append(f"{layout.relative(file)}: {problem}")
+                found.problems.append(f"{where}: {problem}")
             else:
-                sound.append(file)
+                file = index.directory / index.holder(number)
+                sound.append((where, StoredRow(RowRef(name, number), file, len(row.ids))))
             found.rows += 1
-            found.tokens += len(ids)
+            found.tokens += len(row.ids)
             progress("checking", found.rows, total)
     found.problems += _altered(layout)
     samples = min(samples, len(sound))
     if samples:
         chosen = random.Random(config.seed).sample(sound, samples)  # noqa: S311
-        _recompute(chosen, verifier, layout, config, found, progress)
+        _recompute(chosen, verifier, config, found, progress)
     return found
 
 
@@ -131,23 +132,31 @@ def _run(root: Path) -> tuple[Layout, ResolvedConfig]:
     return Layout(root.resolve()), ResolvedConfig.model_validate(there.options)
 
 
-def _load(file: Path, files: Mapping[str, Entry]) -> dict[str, Any]:
-    holder = storage.holder(file)
-    if not holder.is_file():
-        raise _UnreadableError("the file is missing")
-    if holder.name not in files:
+def _holder(index: Index, number: int) -> str:
+    """Where a row lies in its dataset, for people."""
+    if number not in index:
+        return f"row {number}"
+    name = index.holder(number)
+    return name if len(index.files[name].rows) == 1 else f"{name}, row {number}"
+
+
+def _load(index: Index, number: int) -> Row:
+    if number not in index:
         raise _UnreadableError("it is not in the index of the dataset")
-    if _digest(holder, holder.stat().st_mtime_ns) != files[holder.name].sha256:
+    file = index.directory / index.holder(number)
+    if not file.is_file():
+        raise _UnreadableError("the file is missing")
+    if _digest(file, file.stat().st_mtime_ns) != index.files[file.name].sha256:
         raise _UnreadableError("its checksum is not the one recorded")
     try:
-        return storage.decoded(storage.load(file))
+        return storage.load(file, number).decoded()
     except Exception as error:
         raise _UnreadableError(f"it cannot be loaded: {str(error).splitlines()[0]}") from None
 
 
 @lru_cache(WINDOW)
 def _digest(file: Path, written: int) -> str:
-    """A shard is read once for all of its rows, which are far from each other."""
+    """A shard is read once for all of its rows: no more shards than WINDOW have rows between."""
     return atomic.sha256(file)
 
 
@@ -163,21 +172,20 @@ def _check_memory(verifier: Verifier) -> None:
 
 
 def _recompute(
-    files: list[Path],
+    rows: list[tuple[str, StoredRow]],
     verifier: Verifier,
-    layout: Layout,
     config: ResolvedConfig,
     found: Verification,
     progress: Progress,
 ) -> None:
-    progress("loading the verifier", 0, len(files))
+    progress("loading the verifier", 0, len(rows))
     oracle = Oracle(verifier)
     allowed = FP8_MEDIAN if config.storage_dtype == "fp8" else MEDIAN
-    for done, file in enumerate(files):
-        row = storage.decoded(storage.load(file))
-        states = oracle.states(row["input_ids"], config.layer_ids)
+    for done, (where, (ref, file, _)) in enumerate(rows):
+        row = storage.load(file, ref.number).decoded()
+        states = oracle.states(row.input_ids, config.layer_ids)
         for layer_id, stored, right in zip(
-            config.layer_ids, row["hidden_states"], states, strict=True
+            config.layer_ids, row.hidden_states, states, strict=True
         ):
             if layer_id == oracle.last:
                 stored = oracle.normed(stored)
@@ -186,11 +194,11 @@ def _recompute(
             found.errors[layer_id] = max(before[0], median), max(before[1], worst)
             if not (median <= allowed and (oracle.has_experts or worst <= WORST)):
                 found.problems.append(
-                    f"{layout.relative(file)}: the states of layer {layer_id} are not the "
+                    f"{where}: the states of layer {layer_id} are not the "
                     f"verifier's; off by {median:.1%} in the median token, {worst:.1%} in the worst"
                 )
         found.recomputed += 1
-        progress("recomputing", done + 1, len(files))
+        progress("recomputing", done + 1, len(rows))
 
 
 def errors(stored: Tensor, right: Tensor) -> tuple[float, float]:

@@ -30,9 +30,8 @@ def run(finished: Finished, tmp_path: Path) -> Path:
 
 
 def train_counts(run: Path) -> dict[str, Any]:
-    counts: dict[str, Any] = json.loads((run / "manifest.json").read_text())["stages"]["train"][
-        "counts"
-    ]
+    stages = json.loads((run / "manifest.json").read_text())["stages"]
+    counts: dict[str, Any] = stages["train"]["result"]
     return counts
 
 
@@ -47,12 +46,13 @@ def test_the_expected_length_is_that_of_the_held_out_rows(finished: Finished) ->
     assert f"expected acceptance length: {counts['expected_acceptance_length']:.2f}" in printed
     # One batch holds what this run held out, so speculators' average is over the same positions
     # and the first of each turn; it counts among the tokens that can be drafted.
-    masks = [torch.load(run / file, weights_only=True)["loss_mask"] for file in counts["held_out"]]
+    rows = [name.split("/") for name in counts["held_out"]]
+    files = [run / "gen" / dataset / f"data_{number}.pt" for dataset, number in rows]
+    masks = [torch.load(file, weights_only=True)["loss_mask"] for file in files]
     trained = sum(int(mask[2:].sum()) for mask in masks)
     drafted = sum(int((mask[1:-1] & mask[2:]).sum()) for mask in masks)
     assert 0 < drafted < trained
     assert counts["acceptance"][0] * drafted <= counts["validation"]["full_acc_0"] * trained + 1e-3
-    assert all((run / file).is_file() for file in counts["held_out"])
 
 
 def test_a_sound_run_verifies(cli: Command, finished: Finished) -> None:
@@ -161,18 +161,16 @@ def test_each_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     from spec_compat.pipeline.rows.index import Index
     from spec_compat.pipeline.system import atomic
 
-    index, kind, holders = Index(tmp_path), storage.Shards(), {}
+    index, kind = Index(tmp_path), storage.Shards()
     for rows in ([0, 2, 4], [1, 3]):
         file = tmp_path / f"shard_{rows[0]}.safetensors"
         content = {row: EncodedRow([7], [1], [torch.ones(1, 8)] * 4) for row in rows}
         index.add(file.name, kind.write(file, content).sha256, dict.fromkeys(rows, 1))
-        holders |= {str(row): file.name for row in rows}
-    (tmp_path / storage.INDEX).write_text(json.dumps({"rows": holders}))
     read, sha256 = list[Path](), atomic.sha256
     monkeypatch.setattr(atomic, "sha256", lambda file: (read.append(file), sha256(file))[1])
     for row in range(5):
-        assert verify._load(tmp_path / f"data_{row}.pt", index.files)["input_ids"].tolist() == [7]
-    assert sorted(file.name for file in read) == sorted({*holders.values()})
+        assert verify._load(index, row).input_ids.tolist() == [7]
+    assert sorted(file.name for file in read) == sorted(index.files)
 
 
 def test_a_verifier_that_does_not_fit_is_refused_in_one_line(
@@ -263,13 +261,14 @@ def test_targets_that_are_not_the_verifiers_are_refused(
     finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from spec_compat.pipeline.head import targets
+    from spec_compat.pipeline.rows.store import stored
     from spec_compat.pipeline.run.events import Events
     from spec_compat.pipeline.stages import entry, training
 
     monkeypatch.setattr(os, "environ", environment())
     job = entry.job(finished[0], Events())
-    files = sorted((finished[0] / "gen" / "talks").glob("data_*.pt"))[:4]
-    states, head = training.last_states(files), training.draft_head(job)
+    rows = list(stored(finished[0] / "gen" / "talks"))[:4]
+    states, head = training.last_states(rows), training.draft_head(job)
     verifier = targets.GreedyVerifier(job.verifier)
     targets.check(head, verifier, states)
 

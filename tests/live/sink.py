@@ -124,10 +124,10 @@ def differing(
     wrong = []
     for step in steps:
         for row, result in zip(step, generator.generate([rows[r][0] for r in step]), strict=True):
-            there = storage.load(directory / f"data_{row}.pt")
-            pairs = zip(there["hidden_states"], result["hidden_states"], strict=True)
+            there = storage.load(directory / f"data_{row}.pt", row)
+            pairs = zip(there.hidden_states, result["hidden_states"], strict=True)
             same = all(torch.equal(ours, theirs) for ours, theirs in pairs)
-            ids, mask = there["input_ids"].tolist(), there["loss_mask"].tolist()
+            ids, mask = there.input_ids.tolist(), there.loss_mask.tolist()
             wrong += [] if same and (ids, mask) == rows[row] else [row]
     return wrong
 

@@ -15,6 +15,9 @@ import spec_compat  # noqa: F401
 from spec_compat.capture.orders import EncodedRow
 from spec_compat.errors import UserError
 from spec_compat.pipeline.rows import storage
+from spec_compat.pipeline.rows.index import Index
+from spec_compat.pipeline.rows.row import Row, RowRef, StoredRow
+from spec_compat.pipeline.rows.store import stored
 from spec_compat.pipeline.stages import loader, memory as room
 from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
 from speculators.train.noise_transforms import AddUniformNoise
@@ -26,7 +29,7 @@ LENGTH, HIDDEN, LAYERS = 128, 16, 4
 STATES = ("hidden_states", "verifier_last_hidden_states")
 
 
-def write(directory: Path, kind: storage.RowFiles) -> list[Path]:
+def write(directory: Path, kind: storage.RowFiles) -> list[StoredRow]:
     draw = torch.Generator().manual_seed(0)
     directory.mkdir()
     total = sum(LENGTHS)
@@ -42,33 +45,35 @@ def write(directory: Path, kind: storage.RowFiles) -> list[Path]:
     files = kind.files(dict(enumerate(LENGTHS)))
     for name, rows in files.items():
         kind.write(directory / name, {row: content[row] for row in rows})
-    if kind.lists:
-        shards = {str(row): name for name, rows in files.items() for row in rows}
-        (directory / storage.INDEX).write_text(f'{{"rows": {shards}}}'.replace("'", '"'))
-    return [directory / f"data_{row}.pt" for row in range(len(LENGTHS))]
+    holders = {row: directory / name for name, rows in files.items() for row in rows}
+    return [StoredRow(RowRef("d", n), holders[n], length) for n, length in enumerate(LENGTHS)]
 
 
-def batches(files: list[Path], workers: int = 0) -> list[dict[str, Any]]:
+def load(row: StoredRow) -> Row:
+    return storage.load(row.file, row.ref.number)
+
+
+def batches(rows: list[StoredRow], workers: int = 0) -> list[loader.Batch]:
     job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=workers, seed=0))
-    return list(loader.loader(job, loader.Rows(files, LENGTHS), LENGTH, 1, 0, 0))
+    return list(loader.loader(job, rows, LENGTH, 1, 0, 0))
 
 
-def theirs(files: list[Path]) -> list[dict[str, Any]]:
-    dataset = Eagle3SampleFileDataset(LENGTH, file_list=[str(file) for file in files])
+def theirs(rows: list[StoredRow]) -> list[dict[str, Any]]:
+    dataset = Eagle3SampleFileDataset(LENGTH, file_list=[str(row.file) for row in rows])
     job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=0, seed=0))
-    ours = loader.loader(job, loader.Rows(files, LENGTHS), LENGTH, 1, 0, 0)
+    ours = loader.loader(job, rows, LENGTH, 1, 0, 0)
     collate = create_collate_fn(LENGTH)
-    return [collate([dataset[row] for row in rows]) for rows in ours.batch_sampler]
+    return [collate([dataset[place] for place in places]) for places in ours.batch_sampler]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[StoredRow]:
     return write(tmp_path_factory.mktemp("loader") / "rows", storage.RowFiles())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_those_of_speculators_dataset(workers: int, files: list[Path]) -> None:
-    ours, expected = batches(files, workers), theirs(files)
+def test_batches_are_those_of_speculators_dataset(workers: int, rows: list[StoredRow]) -> None:
+    ours, expected = batches(rows, workers), theirs(rows)
     assert len(ours) == len(expected) > 1
     for mine, reference in zip(ours, expected, strict=True):
         assert mine.keys() == reference.keys()
@@ -77,18 +82,22 @@ def test_batches_are_those_of_speculators_dataset(workers: int, files: list[Path
             assert torch.equal(mine[name], tensor), name
 
 
-def test_batches_of_float32_rows_stay_what_they_are_too(files: list[Path], tmp_path: Path) -> None:
-    single = [tmp_path / file.name for file in files]
-    for file, copy in zip(files, single, strict=True):
-        row = storage.load(file)
-        torch.save({**row, "hidden_states": [s.float() for s in row["hidden_states"]]}, copy)
-    for mine, reference in zip(batches(single), batches(files), strict=True):
+def test_batches_of_float32_rows_stay_what_they_are_too(
+    rows: list[StoredRow], tmp_path: Path
+) -> None:
+    single = [row._replace(file=tmp_path / row.file.name) for row in rows]
+    for row, copy in zip(rows, single, strict=True):
+        content = load(row)
+        states = [layer.float() for layer in content.hidden_states]
+        ids, mask = content.input_ids, content.loss_mask
+        torch.save({"input_ids": ids, "loss_mask": mask, "hidden_states": states}, copy.file)
+    for mine, reference in zip(batches(single), batches(rows), strict=True):
         assert all(torch.equal(mine[name], reference[name]) for name in STATES)
 
 
-def test_a_batch_stays_what_it_is_while_it_is_in_use(files: list[Path]) -> None:
+def test_a_batch_stays_what_it_is_while_it_is_in_use(rows: list[StoredRow]) -> None:
     """Workers write into memory that earlier batches had: a slow trainer must not see it."""
-    many = loader.Rows(files * 12, LENGTHS * 12)
+    many = rows * 12
     job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=1, seed=0))
     alone: Any = SimpleNamespace(config=SimpleNamespace(num_workers=0, seed=0))
     expected = list(loader.loader(alone, many, LENGTH, 1, 0, 0))
@@ -101,14 +110,14 @@ def test_a_batch_stays_what_it_is_while_it_is_in_use(files: list[Path]) -> None:
 
 
 def test_the_trainer_waits_for_the_first_batch_alone_when_it_is_the_slower(
-    files: list[Path], monkeypatch: pytest.MonkeyPatch
+    rows: list[StoredRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    many = loader.Rows(files * 4, LENGTHS * 4)
+    many = rows * 4
     read, read_seconds = storage.load, 0.05
 
-    def slowly(file: Path) -> storage.Row:
+    def slowly(file: Path, number: int) -> Row:
         time.sleep(read_seconds)
-        return read(file)
+        return read(file, number)
 
     monkeypatch.setattr(storage, "load", slowly)
 
@@ -122,29 +131,29 @@ def test_the_trainer_waits_for_the_first_batch_alone_when_it_is_the_slower(
         return found.waited - first, len(found)
 
     alone, batches_read = waited(0)
-    assert alone > read_seconds * 0.8 * len(many.files)
+    assert alone > read_seconds * 0.8 * len(many)
     assert waited(1)[0] < alone / 2
     assert batches_read > 8
 
 
 def test_a_worker_that_hangs_ends_the_training(
-    files: list[Path], monkeypatch: pytest.MonkeyPatch
+    rows: list[StoredRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = storage.load
 
-    def hang(file: Path) -> storage.Row:
+    def hang(file: Path, number: int) -> Row:
         if torch.utils.data.get_worker_info() is not None:
             time.sleep(60)
-        return read(file)
+        return read(file, number)
 
     monkeypatch.setattr(loader, "STALLED", 2)
     monkeypatch.setattr(storage, "load", hang)
     with pytest.raises(RuntimeError, match="timed out after 2 seconds"):
-        batches(files, 1)
+        batches(rows, 1)
 
 
 def test_a_batch_that_cannot_be_handed_over_ends_it_in_one_line(
-    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: list[StoredRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the socket for it cannot be made, both sides waited for ever."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
@@ -152,7 +161,7 @@ def test_a_batch_that_cannot_be_handed_over_ends_it_in_one_line(
     signal.alarm(60)
     try:
         with pytest.raises(UserError, match=r"FileNotFoundError.*make space in /dev/shm and") as it:
-            batches(files, 1)
+            batches(rows, 1)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
@@ -160,7 +169,7 @@ def test_a_batch_that_cannot_be_handed_over_ends_it_in_one_line(
 
 
 def test_where_there_is_no_shared_memory_it_says_so(
-    files: list[Path], monkeypatch: pytest.MonkeyPatch
+    rows: list[StoredRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch says it in a /dev/shm of 100 kB."""
 
@@ -169,40 +178,27 @@ def test_where_there_is_no_shared_memory_it_says_so(
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", share_memory_)
     with pytest.raises(UserError, match=r"\(RuntimeError: unable to .*make space in /dev/shm and"):
-        batches(files, 1)
+        batches(rows, 1)
 
 
 def test_a_file_beside_a_shard_is_not_read_for_a_row_of_it(tmp_path: Path) -> None:
     """A `data_{i}.pt` of somebody else, or of a run in another storage."""
-    files = write(tmp_path / "shards", storage.Shards())
+    row = write(tmp_path / "shards", storage.Shards())[1]
+    index = Index(row.file.parent)
+    index.add(row.file.name, "0" * 64, {row.ref.number: row.length})
     other = write(tmp_path / "rows", storage.RowFiles())[0]
-    files[1].write_bytes(other.read_bytes())
-    assert len(storage.load(files[1])["input_ids"]) == LENGTHS[1] != LENGTHS[0]
-
-
-def test_an_index_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
-    """A process may look at a run, and once more when it has been extracted in another storage."""
-    files = write(tmp_path / "shards", storage.Shards())
-    assert storage.holder(files[1]).suffix == ".safetensors"
-    (files[1].parent / storage.INDEX).unlink()
-    assert storage.holder(files[1]) == files[1]
-
-
-@pytest.mark.parametrize("spoilt", [b"", b'{"ro', b"[]", b'{"rows": []}', b"{}", b"\xff"])
-def test_of_an_index_that_is_spoilt_no_row_is_in_a_shard(spoilt: bytes, tmp_path: Path) -> None:
-    """`verify` names the rows as missing, and the index as altered."""
-    (tmp_path / storage.INDEX).write_bytes(spoilt)
-    file = tmp_path / "data_0.pt"
-    assert storage.holder(file) == file
+    (row.file.parent / "data_1.pt").write_bytes(other.file.read_bytes())
+    (found,) = stored(row.file.parent)
+    assert len(load(found).input_ids) == LENGTHS[1] != LENGTHS[0]
 
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize(("fp8", "tolerance"), [(False, 0.0), (True, 0.04)])
 def test_shards_give_the_same_batches(
-    fp8: bool, tolerance: float, compressed: bool, files: list[Path], tmp_path: Path
+    fp8: bool, tolerance: float, compressed: bool, rows: list[StoredRow], tmp_path: Path
 ) -> None:
     sharded = write(tmp_path / "shards", storage.Shards(fp8, compressed))
-    for mine, reference in zip(batches(sharded), batches(files), strict=True):
+    for mine, reference in zip(batches(sharded), batches(rows), strict=True):
         for name, tensor in reference.items():
             if name in STATES:  # of each token, however small it is beside others
                 off = (mine[name] - tensor).norm(dim=-1)
@@ -215,12 +211,12 @@ def test_shards_give_the_same_batches(
 def test_a_shard_that_is_cut_is_refused(compressed: bool, tmp_path: Path) -> None:
     """What is mapped and not there would kill the process that reads it."""
     sharded = write(tmp_path / "shards", storage.Shards(compressed=compressed))
-    shard = storage.holder(sharded[0])
+    shard = sharded[0].file
     whole = shard.read_bytes()
     for end in (0, 7, 100, len(whole) // 2, len(whole) - 1):
         shard.write_bytes(whole[:end])
         with pytest.raises(SafetensorError):
-            storage.load(sharded[0])
+            load(sharded[0])
 
 
 def test_every_number_of_fp8_is_decoded_as_torch_does() -> None:
@@ -234,11 +230,11 @@ def test_every_number_of_fp8_is_decoded_as_torch_does() -> None:
     assert torch.equal(loader.unpack(packed, 1), expected.expand(1, tokens, -1))
 
 
-def test_noise_is_that_of_speculators_and_on_the_head_s_input_alone(files: list[Path]) -> None:
+def test_noise_is_that_of_speculators_and_on_the_head_s_input_alone(rows: list[StoredRow]) -> None:
     job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=0, seed=0))
-    reference = batches(files)
+    reference = batches(rows)
     torch.manual_seed(0)
-    noisy = list(loader.loader(job, loader.Rows(files, LENGTHS), LENGTH, 1, 0, 0.05))
+    noisy = list(loader.loader(job, rows, LENGTH, 1, 0, 0.05))
     torch.manual_seed(0)
     for mine, plain in zip(noisy, reference, strict=True):
         assert torch.equal(mine[STATES[0]], AddUniformNoise(0.05).transform(plain[STATES[0]]))

@@ -1,6 +1,5 @@
 """What the trainer is fed: every row of its half, whole, and once an epoch."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from spec_compat.errors import UserError
+from spec_compat.pipeline.rows.index import Index
 from spec_compat.pipeline.run.layout import Layout
 
 pytestmark = pytest.mark.live
@@ -24,15 +24,15 @@ def job(tmp_path: Path) -> Any:
     lengths = {"a": [5, 90, 3, 60, 17, 2], "b": [40, 40, 64, 11]}
     for dataset, of_rows in lengths.items():
         layout.rows(dataset).mkdir(parents=True)
-        known = {str(index): length for index, length in enumerate(of_rows)}
-        (layout.rows(dataset) / "sample_lengths.json").write_text(json.dumps(known))
-        for index, length in enumerate(of_rows):
+        index = Index(layout.rows(dataset))
+        for number, length in enumerate(of_rows):
             row = {
                 "input_ids": torch.arange(length),
                 "loss_mask": (torch.arange(length) % 3 > 0).long(),
                 "hidden_states": [torch.full((length, HIDDEN), float(length))] * 4,
             }
-            torch.save(row, layout.rows(dataset) / f"data_{index}.pt")
+            torch.save(row, layout.rows(dataset) / f"data_{number}.pt")
+            index.add(f"data_{number}.pt", "0" * 64, {number: length})
     return SimpleNamespace(
         layout=layout,
         datasets=[SimpleNamespace(name=name) for name in lengths],
@@ -60,8 +60,8 @@ def test_every_row_is_whole_in_one_batch(job: Any) -> None:
             lengths = lengths[length:]
             found.append(length + 1)
         trained += int(batch["loss_mask"].sum())
-    assert sorted(found) == sorted(train.lengths)
-    assert trained == sum(sum(n % 3 > 0 for n in range(2, length)) for length in train.lengths)
+    assert sorted(found) == sorted(row.length for row in train)
+    assert trained == sum(sum(n % 3 > 0 for n in range(2, row.length)) for row in train)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 1.0])
@@ -73,8 +73,8 @@ def test_both_halves_have_rows_and_no_row_is_in_both(
 
     job.config.val_ratio = ratio
     halves = split(job, world_size)
-    assert all(len(half.files) >= world_size for half in halves)
-    files = [file for half in halves for file in half.files]
+    assert all(len(half) >= world_size for half in halves)
+    files = [row.file for half in halves for row in half]
     assert len(files) == len(set(files)) == 10
     assert split(job, world_size) == halves
 

@@ -444,14 +444,6 @@ def test_rows_that_the_index_has_lost_are_missed(root: Path) -> None:
     assert reason(begun, made, "extract") == "gen/d/data_0.pt: it has 7 bytes, not 6"
 
 
-def test_a_list_of_shards_that_the_run_did_not_write_is_found(root: Path) -> None:
-    """The trainer would read the shards that it names."""
-    begun, made, layout = all_done(root), planned(root), Layout(root / "run")
-    layout.rows("d").mkdir(parents=True)
-    (layout.rows("d") / "index.json").write_text('{"rows": {"0": "shard_0.safetensors"}}')
-    assert reason(begun, made, "extract") == "gen/d/index.json is not of this run"
-
-
 def test_what_patches_share_counts_too() -> None:
     """The sink writes the rows, and is no patch by itself; patches share what has a _ in front."""
     assert "the module spec_compat.capture.sink" in fingerprints.patches("extract")

@@ -32,8 +32,6 @@ from typing import BinaryIO, NamedTuple
 from spec_compat.pipeline.system import atomic
 
 NAME = "rows.index"
-# Beside it, where rows lie in shards: the shard of each row, for the trainer (storage.py).
-SHARDS = "index.json"
 
 
 class Entry(NamedTuple):

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow.compute  # type: ignore[import-untyped]
 import torch
 from datasets import load_from_disk
 
 from spec_compat.capture.orders import PreparedRow
+from spec_compat.pipeline.rows.row import Row
 
 LENGTHS = "sample_lengths.json"
 BAD_ROWS = "bad_rows.json"
 LENGTHS_AT_ONCE = 10_000
-
-Row = dict[str, Any]
 
 
 def bad_rows(directory: Path) -> dict[int, str]:
@@ -55,14 +53,12 @@ class Prepared:
             yield PreparedRow(row["input_ids"], row["loss_mask"])
 
 
-def fault(row: Row, ids: list[int], mask: list[int], layers: int, dtype: torch.dtype) -> str:
-    """What is wrong with a row, empty when nothing is."""
-    if missing := {"input_ids", "loss_mask", "hidden_states"} - row.keys():
-        return f"it has no {', '.join(sorted(missing))}"
-    states = row["hidden_states"]
-    if row["input_ids"].tolist() != ids:
+def fault(row: Row, prepared: PreparedRow, layers: int, dtype: torch.dtype) -> str:
+    """What is wrong with a stored row, empty when nothing is."""
+    (ids, mask), states = prepared, row.hidden_states
+    if row.input_ids.tolist() != ids:
         return "its token ids are not those that were prepared"
-    if row["loss_mask"].tolist() != mask:
+    if row.loss_mask.tolist() != mask:
         return "its loss mask is not the one that was prepared"
     if len(mask) != len(ids):
         return f"{len(ids)} tokens, but a loss mask of {len(mask)}"

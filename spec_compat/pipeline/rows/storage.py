@@ -15,14 +15,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from spec_compat.capture.orders import EncodedRow, Written
-from spec_compat.pipeline.rows import index, zstd
+from spec_compat.pipeline.rows import zstd
+from spec_compat.pipeline.rows.row import Row
 from spec_compat.pipeline.system import atomic
 
 Kind = Literal["rows", "shards"]
-Row = dict[str, Any]
 
-# The shard of each row, beside the shards.
-INDEX = index.SHARDS
+# How the name of a shard ends.
+SHARD = ".safetensors"
 # The key in a shard's metadata: its states are compressed, and have this dtype.
 ZSTD = "zstd"
 FP8 = torch.float8_e4m3fn
@@ -51,8 +51,6 @@ class RowFiles:
 
     # Whether a step of which a row is missing is written anew as a whole.
     whole_steps = False
-    # What lists the files, beside what every dataset has.
-    lists: tuple[str, ...] = ()
 
     def files(self, step: dict[int, int]) -> dict[str, list[int]]:
         """The files of a step's rows, which have this many tokens, and the rows of each."""
@@ -91,7 +89,6 @@ class Shards(RowFiles):
     """
 
     whole_steps = True
-    lists = (INDEX,)
 
     def __init__(self, fp8: bool = False, compressed: bool = False) -> None:
         self.fp8 = fp8
@@ -103,7 +100,7 @@ class Shards(RowFiles):
         for row, tokens in step.items():
             shards.setdefault(before * SHARDS // total, []).append(row)
             before += tokens
-        return {f"shard_{rows[0]}.safetensors": rows for rows in shards.values()}
+        return {f"shard_{rows[0]}{SHARD}": rows for rows in shards.values()}
 
     def token_bytes(self, layers: int, hidden: int, dtype: torch.dtype) -> int:
         return layers * (hidden + 4) if self.fp8 else super().token_bytes(layers, hidden, dtype)
@@ -149,47 +146,18 @@ class Shards(RowFiles):
             yield f"{row}.hidden_states.{layer}", part
 
 
-def load(file: Path) -> Row:
-    """The row of this `data_{i}.pt`, mapped into memory; from a shard where it is in one.
+def load(file: Path, number: int) -> Row:
+    """The row of this number in a file, mapped into memory.
 
-    A row is input_ids and loss_mask int64 [s], hidden_states: tensors [s, hidden] by depth, and
-    with fp8 scales: tensors float32 [s]. Raises OSError when it is nowhere, and
-    SafetensorError when its shard is cut.
+    Raises OSError when there is no such file, SafetensorError when a shard is cut or has no such
+    row, and ValueError when a part of the row is missing.
     """
-    if (shard := holder(file)) != file:  # whatever lies beside it under the name of the row
-        return _from_shard(_open(shard, shard.stat().st_mtime_ns), str(_number(file)))
-    row: Row = torch.load(file, mmap=True, weights_only=True)
-    return row
-
-
-def holder(file: Path) -> Path:
-    """What holds the row of this `data_{i}.pt`: that file, or a shard. It need not be there."""
-    there = file.parent / INDEX
-    shard = _shards(there, atomic.Stamp.of(there)).get(str(_number(file)))
-    return file.parent / Path(shard).name if shard else file
-
-
-def decoded(row: Row) -> Row:
-    """The row with states in bfloat16, whatever they were stored in."""
-    if "scales" not in row:
-        return row
-    pairs = zip(row["hidden_states"], row["scales"], strict=True)
-    states = [(layer.float() * scale[:, None]).bfloat16() for layer, scale in pairs]
-    return {**{k: v for k, v in row.items() if k != "scales"}, "hidden_states": states}
-
-
-def _number(file: Path) -> int:
-    return int(file.stem.rpartition("_")[2])
-
-
-@lru_cache
-def _shards(file: Path, written: atomic.Stamp | None) -> dict[str, str]:
-    """The shard of each row that is in one; none of a list that is spoilt."""
-    try:
-        rows = json.loads(file.read_text("utf-8"))["rows"]
-        return {str(row): str(shard) for row, shard in rows.items()}
-    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
-        return {}  # their rows are missing then
+    if file.suffix == SHARD:
+        return _from_shard(_open(file, file.stat().st_mtime_ns), number)
+    row = torch.load(file, mmap=True, weights_only=True)
+    if missing := {"input_ids", "loss_mask", "hidden_states"} - row.keys():
+        raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    return Row(row["input_ids"], row["loss_mask"], row["hidden_states"])
 
 
 @lru_cache(OPEN_SHARDS)
@@ -197,7 +165,7 @@ def _open(shard: Path, written: int) -> Any:
     return safe_open(shard, "pt")
 
 
-def _from_shard(shard: Any, number: str) -> Row:
+def _from_shard(shard: Any, number: int) -> Row:
     def layers(kind: str) -> list[Tensor]:
         found: list[Tensor] = []
         while (name := f"{number}.{kind}.{len(found)}") in names:
@@ -205,14 +173,11 @@ def _from_shard(shard: Any, number: str) -> Row:
         return found
 
     names = set(shard.keys())
-    row = {name: shard.get_tensor(f"{number}.{name}") for name in ("input_ids", "loss_mask")}
-    row["hidden_states"] = layers("hidden_states")
+    ids, mask = (shard.get_tensor(f"{number}.{name}") for name in ("input_ids", "loss_mask"))
+    states = layers("hidden_states")
     if dtype := (shard.metadata() or {}).get(ZSTD):
-        tokens = len(row["input_ids"])
-        row["hidden_states"] = [_whole(part, dtype, tokens) for part in row["hidden_states"]]
-    if f"{number}.scales.0" in names:
-        row["scales"] = layers("scales")
-    return row
+        states = [_whole(part, dtype, len(ids)) for part in states]
+    return Row(ids, mask, states, layers("scales"))
 
 
 def _compressed(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -57,7 +57,7 @@ class Layout:
         return self.logs / f"reported-{dataset}.jsonl"
 
     def rows(self, dataset: str) -> Path:
-        """The directory of a dataset's `data_{i}.pt`."""
+        """The directory of a dataset's stored rows."""
         return self.gen / dataset
 
     def log(self, stage: str) -> Path:

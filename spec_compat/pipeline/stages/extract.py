@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spec_compat.pipeline.rows.index import SHARDS, Index
+from spec_compat.pipeline.rows.index import Index
 from spec_compat.pipeline.run import servers
 from spec_compat.pipeline.run.layout import Layout
 from spec_compat.pipeline.run.manifest import Result, StageRecord
@@ -31,9 +31,6 @@ def altered(plan: Plan, record: StageRecord, refresh: bool) -> str:
     stored = 0
     for dataset in plan.datasets:
         index = Index(layout.rows(dataset.name))
-        shards = layout.relative(index.directory / SHARDS)
-        if shards not in made.outputs and (layout.root / shards).exists():
-            return f"{shards} is not of this run"
         for name, reason in index.check().items():
             return f"{layout.relative(index.directory / name)}: {reason}"
         if index.copied and refresh:

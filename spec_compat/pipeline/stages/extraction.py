@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,13 +18,14 @@ from speculators.data_generation.vllm_hidden_states_generator import (
 )
 
 import spec_compat
-from spec_compat.capture.prefill import Prefill, Step, pack
+from spec_compat.capture.prefill import AHEAD, Prefill, Step, pack
+from spec_compat.capture.sink import buffer_count
 from spec_compat.errors import UserError
 from spec_compat.pipeline.head import targets
 from spec_compat.pipeline.rows import index as rows_index
-from spec_compat.pipeline.rows.index import Index
-from spec_compat.pipeline.rows.prepared import BAD_ROWS, LENGTHS, Prepared, bad_rows
-from spec_compat.pipeline.rows.storage import INDEX, RowFiles, storage
+from spec_compat.pipeline.rows.prepared import BAD_ROWS, Prepared
+from spec_compat.pipeline.rows.storage import RowFiles, storage
+from spec_compat.pipeline.rows.store import Store
 from spec_compat.pipeline.run.manifest import digest_of
 from spec_compat.pipeline.run.plan import Dataset
 from spec_compat.pipeline.run.stage import Job
@@ -37,10 +36,6 @@ from spec_compat.report import Report
 
 # Beside the states, a row has 16 bytes a token of ids and mask, and a file has its frame.
 OVERHEAD = 1.05
-# What the sink takes at least (capture/sink.py), where --sink-buffers says nothing.
-BUFFERS = 3
-# Steps of which nothing is on the disk when the next one is sent.
-IN_FLIGHT = 5
 # Altered files that are named.
 SHOWN = 5
 
@@ -99,70 +94,6 @@ def run(job: Job) -> Extracted:
     )
 
 
-class Store:
-    """The files of one dataset's rows; what is not as the index has it is missing."""
-
-    def __init__(self, directory: Path, prepared: Prepared, storage: RowFiles) -> None:
-        self.directory = directory
-        self.prepared = prepared
-        self.storage = storage
-        directory.mkdir(parents=True, exist_ok=True)
-        for part in directory.glob(".*.part"):
-            part.unlink()
-        if INDEX not in storage.lists:  # it would name other rows to the trainer
-            (directory / INDEX).unlink(missing_ok=True)
-        self.bad = bad_rows(directory)
-        self.index = Index(directory)
-        self.altered = self.index.check()
-
-    def missing(self, indices: Iterable[int] | None = None) -> list[int]:
-        indices = range(len(self.prepared)) if indices is None else indices
-        return [i for i in indices if i not in self.index and i not in self.bad]
-
-    @property
-    def lists(self) -> list[Path]:
-        """What is written once all rows are."""
-        names = (rows_index.NAME, LENGTHS, "data_config.json", *self.storage.lists)
-        return [self.directory / name for name in names]
-
-    def steps(self, packed: list[list[int]]) -> Iterator[Step]:
-        """The steps in which something is missing, each with all of its rows."""
-        for rows in packed:
-            if missing := self.missing(rows):
-                keep = rows if self.storage.whole_steps else missing
-                yield Step(str(self.directory), {r: self.prepared[r] for r in rows}, keep)
-
-    def written(self, name: str, rows: list[int], digest: str) -> None:
-        self.index.add(name, digest, {row: len(self.prepared[row][0]) for row in rows})
-
-    def refuse(self, reasons: dict[int, str], allowed: int) -> None:
-        """Leave rows out for good. Raises RuntimeError when they are more than is allowed."""
-        if not (reasons := {row: why for row, why in reasons.items() if row not in self.bad}):
-            return
-        refused = {**self.bad, **reasons}
-        if len(refused) > allowed:
-            row = min(reasons)
-            limit = f"; with it {len(refused)} rows failed, --max-bad-rows is {allowed}"
-            raise RuntimeError(
-                f"{self.directory.name} row {row}: {reasons[row]}{limit if allowed else ''}"
-            )
-        self.bad = refused
-        atomic.write_text(self.directory / BAD_ROWS, json.dumps(refused, indent=1) + "\n")
-
-    def finish(self, data_config: dict[str, Any], lengths: list[int]) -> None:
-        kept = {str(row): length for row, length in enumerate(lengths) if row not in self.bad}
-        rows = {str(row): self.index.holder(row) for row in self.index if row not in self.bad}
-        contents = {
-            LENGTHS: json.dumps(kept) + "\n",
-            "data_config.json": json.dumps(data_config, indent=2) + "\n",
-            INDEX: json.dumps({"rows": rows}) + "\n",
-        }
-        for file in self.lists:
-            if file.name in contents:
-                atomic.write_text(file, contents[file.name])
-        self.index.close()
-
-
 @contextmanager
 def _generator(job: Job) -> Iterator[Any]:
     config = job.config
@@ -211,12 +142,12 @@ def _check_space(
             f"--output {job.layout.root}: {tokens:,} tokens need {size(needed)}, "
             f"{size(free)} are free; make space, or take fewer rows with --max-samples"
         )
-    _check_buffers(config.sink_buffers or BUFFERS, width, config.seq_length)
+    _check_buffers(config.sink_buffers, width, max(MIN_MAX_BATCHED_TOKENS, config.seq_length + 1))
 
 
-def _check_buffers(buffers: int, token_bytes: int, seq_length: int) -> None:
+def _check_buffers(asked: int | None, token_bytes: int, tokens: int) -> None:
     """Refuse what memory does not hold: the sink makes all of them before the first row."""
-    tokens = max(MIN_MAX_BATCHED_TOKENS, seq_length + 1)
+    buffers = buffer_count(tokens * token_bytes, asked)
     needed, free = buffers * tokens * token_bytes, psutil.virtual_memory().available
     if needed > free:
         raise UserError(
@@ -248,6 +179,8 @@ def _extract(
     width = storage.token_bytes(
         len(prefill.generator.layer_ids), model.get_hidden_size(), model.dtype
     )
+    # Steps of which nothing is on the disk when the next one is sent, and that one.
+    in_flight = buffer_count(prefill.tokens * width, job.config.sink_buffers) + AHEAD + 1
     job.events.doing("extracting", total)
 
     def steps() -> Iterator[Step]:
@@ -256,7 +189,7 @@ def _extract(
             packed = pack(lengths[name], prefill.tokens, job.config.batch_size)
             for step in store.steps(packed):
                 tokens = sum(lengths[name][row] for row in step.rows)
-                needed = IN_FLIGHT * OVERHEAD * (width + 16) * tokens
+                needed = in_flight * OVERHEAD * (width + 16) * tokens
                 if disk.wait_for(store.directory, needed, pause, job.events):
                     job.events.doing("extracting", total)
                 yield step
@@ -266,7 +199,7 @@ def _extract(
         if answer.failure is not None:
             raise _failure(job, *answer.failure)
         for written in answer.written:
-            by_directory[written.directory].written(written.name, written.rows, written.sha256)
+            by_directory[written.directory].written(written)
             done += len(written.rows)
         for refused in answer.refused:
             by_directory[refused.directory].refuse({refused.row: refused.reason}, allowed)

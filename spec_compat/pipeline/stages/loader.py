@@ -14,13 +14,11 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext
 from multiprocessing.queues import Queue
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,10 +26,11 @@ import torch
 from speculators.train.data import create_collate_fn, shift_batch
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline.rows import storage
+from spec_compat.pipeline.rows.row import Row, StoredRow
 from spec_compat.pipeline.run.stage import Job
 from spec_compat.pipeline.stages.memory import workers_and_prefetch
 from spec_compat.pipeline.system.processes import SHARED
@@ -44,36 +43,35 @@ BLOCK = 1 << 22
 STALLED = 1800
 STATES, LAST = "hidden_states", "verifier_last_hidden_states"
 
-Batch = dict[str, Any]
+Batch = dict[str, Tensor]
 # A row's small tensors, and those places of its states which belong beside them.
-Item = tuple[Batch, storage.Row]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one half of the split, by their `data_{i}.pt`, with their lengths in tokens."""
-
-    files: list[Path]
-    lengths: list[int]
+Item = tuple[Batch, Row]
+# The name, shape and dtype of a part of a batch.
+Slab = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def loader(
-    job: Job, rows: Rows, total_seq_len: int, world_size: int, rank: int, noise_std: float
+    job: Job,
+    rows: Sequence[StoredRow],
+    total_seq_len: int,
+    world_size: int,
+    rank: int,
+    noise_std: float,
 ) -> Batches:
     """Batches of whole rows, packed to `total_seq_len` tokens; the same for the same seed.
 
     Noise is added on the device, as speculators' AddUniformNoise(noise_std) does; 0 adds none.
     """
-    batch_bytes = total_seq_len * _token_bytes(rows.files[0])
+    batch_bytes = total_seq_len * _token_bytes(rows[0])
     workers, prefetch = workers_and_prefetch(batch_bytes, job.config.num_workers, world_size)
     generator = torch.Generator().manual_seed(job.config.seed + rank)
     lost, losing = Pipe(duplex=False)
     batches = DataLoader(
-        RowDataset(rows.files),
+        RowDataset(rows),
         batch_sampler=MultipackDistributedBatchSamplerV2(
             batch_max_length=total_seq_len,
             # speculators guesses lengths from file sizes; a guess too low cuts the last row off.
-            lengths=rows.lengths,
+            lengths=[row.length for row in rows],
             num_replicas=world_size,
             rank=rank,
             seed=job.config.seed,
@@ -83,7 +81,7 @@ def loader(
         timeout=STALLED if workers else 0,
         pin_memory=torch.cuda.is_available(),
         collate_fn=Collate(total_seq_len, prefetch + 1 if workers else 1),
-        worker_init_fn=partial(_end_with_what_is_lost, losing),
+        multiprocessing_context=EndingContext(losing) if workers else None,
         generator=generator,
     )
     on_gpu = torch.cuda.is_available()
@@ -91,26 +89,27 @@ def loader(
     return Batches(batches, torch.device(device), noise_std, lost)
 
 
-def _token_bytes(file: Path) -> int:
-    row = storage.load(file)
-    states = [*row["hidden_states"], *row.get("scales", ())]
-    return int(sum(part.nbytes for part in states)) // len(row["input_ids"]) + 40
+def _token_bytes(stored: StoredRow) -> int:
+    row = storage.load(stored.file, stored.ref.number)
+    states = [*row.hidden_states, *row.scales]
+    return sum(part.nbytes for part in states) // len(row.input_ids) + 40
 
 
 class RowDataset(Dataset[Item]):
     """The rows as they are stored, mapped; speculators decides which places go together."""
 
-    def __init__(self, files: list[Path]) -> None:
-        self._files = [str(file) for file in files]
+    def __init__(self, rows: Sequence[StoredRow]) -> None:
+        self._rows = rows
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Item:
-        row = storage.load(Path(self._files[index]))
-        length = len(row["input_ids"])
+        ref, file, _ = self._rows[index]
+        row = storage.load(file, ref.number)
+        length = len(row.input_ids)
         places = torch.arange(length)
-        ids = {name: row[name] for name in ("input_ids", "loss_mask")}
+        ids = {"input_ids": row.input_ids, "loss_mask": row.loss_mask}
         small = {"lengths": torch.tensor([length]), "position_ids": places}
         return shift_batch({**ids, **small, STATES: places, LAST: places}), row
 
@@ -125,7 +124,7 @@ class Collate:
         self._length = length
         self._kept = kept
         self._small = create_collate_fn(length)
-        self._slabs: dict[Any, deque[Tensor]] = defaultdict(deque)
+        self._slabs: dict[Slab, deque[Tensor]] = defaultdict(deque)
 
     def __call__(self, items: list[Item]) -> Batch:
         batch: Batch = self._small([small for small, _row in items])
@@ -155,18 +154,17 @@ class Collate:
             slabs.rotate(-1)
         else:
             slabs.append(torch.empty(shape, dtype=dtype))
-            if torch.utils.data.get_worker_info() is not None:
+            if get_worker_info() is not None:
                 slabs[-1].share_memory_()
         return slabs[-1]
 
 
-def _columns(row: storage.Row, layers: slice) -> list[Tensor]:
+def _columns(row: Row, layers: slice) -> list[Tensor]:
     """What lies side by side for each token: states, or the bytes of states and their scales."""
-    if "scales" not in row:
-        states: list[Tensor] = row["hidden_states"][layers]
-        return states
-    scales = [scale[:, None].view(torch.uint8) for scale in row["scales"][layers]]
-    return [*(layer.view(torch.uint8) for layer in row["hidden_states"][layers]), *scales]
+    if not row.scales:
+        return row.hidden_states[layers]
+    scales = [scale[:, None].view(torch.uint8) for scale in row.scales[layers]]
+    return [*(layer.view(torch.uint8) for layer in row.hidden_states[layers]), *scales]
 
 
 def unpack(packed: Tensor, layers: int) -> Tensor:
@@ -249,19 +247,33 @@ class Batches:
             ) from error
 
 
-def _end_with_what_is_lost(losing: Connection[Any, Any], worker: int) -> None:
-    """In a worker: a batch that cannot be sent ends it. Its thread would go on without a word.
+class EndingQueue(Queue):  # type: ignore[type-arg]
+    """A queue that ends the worker whose batch cannot be sent; else its thread goes on in silence.
 
     Both sides would wait for ever then: a batch is sent through shared memory, its descriptor
     through a socket in the directory for temporary files, and each may be full.
     """
 
-    def lose(error: Exception, batch: Any) -> None:
-        traceback.print_exception(error)
-        losing.send(" ".join(f"{type(error).__name__}: {error}".split()))
-        os._exit(1)
+    def __init__(self, context: EndingContext) -> None:
+        super().__init__(ctx=context)
+        self._losing = context.losing
 
-    Queue._on_queue_feeder_error = staticmethod(lose)  # type: ignore[attr-defined]
+    def _on_queue_feeder_error(self, error: Exception, batch: object) -> None:
+        traceback.print_exception(error)
+        self._losing.send(" ".join(f"{type(error).__name__}: {error}".split()))
+        if get_worker_info() is not None:
+            os._exit(1)
+
+
+class EndingContext(ForkContext):
+    """How a loader starts its workers; what is lost is said through `losing`."""
+
+    def __init__(self, losing: Connection[Any, Any]) -> None:
+        super().__init__()
+        self.losing = losing
+
+    def Queue(self, maxsize: int = 0) -> EndingQueue:  # noqa: N802
+        return EndingQueue(self)
 
 
 def seed_everything(seed: int) -> None:

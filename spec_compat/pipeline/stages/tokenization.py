@@ -21,6 +21,7 @@ from speculators.data_generation.preprocessing import load_and_preprocess_datase
 
 import spec_compat
 from spec_compat.errors import UserError
+from spec_compat.patching import ROW_COLUMN
 from spec_compat.pipeline.inputs import conversations
 from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.run.events import Events
@@ -33,8 +34,6 @@ from spec_compat.pipeline.system import atomic
 # Fewer rows than this are tokenized sooner by one process than by several that must be started.
 ROWS_PER_PROCESS = 2000
 BATCH = 1000
-# By this column the patch prepare/loss-mask names the rows that it reports.
-ROW = "spec_compat_row"
 # Rows of this dataset have `conversations` already.
 DATASET_CONFIGS.setdefault(
     "open-perfectblend",
@@ -167,7 +166,7 @@ def _write_conversations(source: Path, target: Path, events: Events) -> Counter[
                 counts["dropped"] += 1
                 continue
             counts["conversations"] += 1
-            row: dict[str, Any] = {"conversations": turns, ROW: number}
+            row: dict[str, Any] = {"conversations": turns, ROW_COLUMN: number}
             if tools := record.get("tools"):
                 row["tools"] = conversations.text(tools)
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -7,7 +7,6 @@ import logging
 import math
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,14 +23,15 @@ from spec_compat.errors import UserError
 from spec_compat.pipeline.head import targets
 from spec_compat.pipeline.head.geometry import mapping_problems, rope
 from spec_compat.pipeline.rows import storage
-from spec_compat.pipeline.rows.prepared import LENGTHS
+from spec_compat.pipeline.rows.row import StoredRow
+from spec_compat.pipeline.rows.store import stored
 from spec_compat.pipeline.run.config import MASK_BLOCK, ResolvedConfig
 from spec_compat.pipeline.run.events import Events
 from spec_compat.pipeline.run.layout import Layout
 from spec_compat.pipeline.run.manifest import digest_of
 from spec_compat.pipeline.run.stage import Job
 from spec_compat.pipeline.stages import checkpoints
-from spec_compat.pipeline.stages.loader import Rows, loader, seed_everything
+from spec_compat.pipeline.stages.loader import loader, seed_everything
 from spec_compat.pipeline.stages.train import Trained
 from spec_compat.pipeline.system import atomic
 
@@ -57,7 +57,8 @@ def run(job: Job) -> Trained:
 def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed: bool) -> Trained:
     config, layout = job.config, job.layout
     train, validation = split(job, world_size)
-    total_seq_len = config.total_seq_len or batch_tokens(train.lengths)
+    lengths = [row.length for row in train]
+    total_seq_len = config.total_seq_len or batch_tokens(lengths)
     first_epoch = checkpoints.drop_unfinished(layout.checkpoints, config.epochs) if rank == 0 else 0
     if is_distributed:
         torch.distributed.barrier()
@@ -65,11 +66,11 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     choices = targets.GreedyVerifier(job.verifier)
     model = draft_head(job)
     if rank == 0:
-        targets.check(model, choices, last_states(train.files[:CHECKED_ROWS]))
+        targets.check(model, choices, last_states(train[:CHECKED_ROWS]))
     train_loader = loader(job, train, total_seq_len, world_size, rank, config.noise_std)
     validation_loader = loader(job, validation, total_seq_len, world_size, rank, 0)
     metrics = Metrics(job.events if rank == 0 else Events(), layout, first_epoch)
-    metrics.plan(config.epochs, len(train_loader), sum(train.lengths))
+    metrics.plan(config.epochs, len(train_loader), sum(lengths))
     call = {"ttt_steps": config.ttt_steps, "ttt_step_loss_decay": config.ttt_step_loss_decay}
     trainer = Trainer(
         model,
@@ -96,16 +97,16 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     seconds = time.monotonic() - begun
     job.events.doing("measuring the head on the rows that were held out")
     acceptance = targets.acceptance(trainer.model, choices, validation_loader, config.ttt_steps)
-    trained = (config.epochs - first_epoch) * sum(train.lengths)  # earlier processes did the rest
+    trained = (config.epochs - first_epoch) * sum(lengths)  # earlier processes did the rest
     files = sorted(file for file in layout.checkpoints.rglob("*") if file.is_file() and rank == 0)
     outputs = {layout.relative(file): atomic.sha256(file) for file in files}
     return Trained(
         digest=digest_of(outputs),
         outputs=outputs,
         bytes=sum(file.stat().st_size for file in files),
-        rows=len(train.files),
-        validation_rows=len(validation.files),
-        tokens=config.epochs * sum(train.lengths),
+        rows=len(train),
+        validation_rows=len(validation),
+        tokens=config.epochs * sum(lengths),
         tokens_per_second=round(trained / seconds, 1),
         waited_for_data=round(train_loader.waited / seconds, 4),
         epochs=config.epochs,
@@ -117,17 +118,15 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
         following_acceptance=acceptance.following,
         expected_acceptance_length=1 + sum(acceptance.shares),
         own_answers=acceptance.own,
-        held_out=[layout.relative(file) for file in validation.files[:SERVED_ROWS]],
+        held_out=[str(row.ref) for row in validation[:SERVED_ROWS]],
     )
 
 
-def split(job: Job, world_size: int) -> tuple[Rows, Rows]:
+def split(job: Job, world_size: int) -> tuple[list[StoredRow], list[StoredRow]]:
     """Rows to train on and to validate with: the same on every machine, neither of them empty."""
-    rows = []
+    rows = list[StoredRow]()
     for dataset in job.datasets:
-        directory = job.layout.rows(dataset.name)
-        lengths = json.loads((directory / LENGTHS).read_text())
-        rows += [(directory / f"data_{index}.pt", length) for index, length in lengths.items()]
+        rows += stored(job.layout.rows(dataset.name))
     if len(rows) < 2 * world_size:
         raise UserError(
             f"{len(rows)} rows are too few: {world_size} to train on and {world_size} to validate "
@@ -136,9 +135,7 @@ def split(job: Job, world_size: int) -> tuple[Rows, Rows]:
     random.Random(job.config.seed).shuffle(rows)  # noqa: S311
     kept = round(len(rows) * job.config.val_ratio)
     kept = min(max(kept, world_size), len(rows) - world_size)
-    halves = (rows[kept:], rows[:kept])
-    train, validation = (Rows([f for f, _ in half], [n for _, n in half]) for half in halves)
-    return train, validation
+    return rows[kept:], rows[:kept]
 
 
 def batch_tokens(lengths: list[int]) -> int:
@@ -148,9 +145,9 @@ def batch_tokens(lengths: list[int]) -> int:
     return math.ceil(wanted / MASK_BLOCK) * MASK_BLOCK
 
 
-def last_states(files: list[Path]) -> torch.Tensor:
-    rows = (storage.decoded(storage.load(file)) for file in files)
-    return torch.cat([row["hidden_states"][-1] for row in rows])
+def last_states(rows: list[StoredRow]) -> torch.Tensor:
+    loaded = (storage.load(row.file, row.ref.number).decoded() for row in rows)
+    return torch.cat([row.hidden_states[-1] for row in loaded])
 
 
 def draft_head(job: Job) -> Any:

@@ -79,7 +79,7 @@ def patched(known: Support) -> str:
     """Markdown: what was run with the patches, and what is known of the other pairs."""
     lines = known.releases("speculators")
     rows = [
-        [_named(row), _pythons(row), row["torch"], *map(_cell, _pairs(known, row))]
+        [_named(row), _pythons(row), row["torch"], *map(cell, _pairs(known, row))]
         for row in reversed(known.vllm)
     ]
     return _table_of("vLLM", "Python", "torch", *lines, rows=rows)
@@ -133,7 +133,7 @@ def _pythons(row: Mapping[str, Any]) -> str:
     return f"{found[0]}-{found[-1]}"
 
 
-def _cell(pair: Pair) -> str:
+def cell(pair: Pair) -> str:
     if pair.run and pair.status == "supported":
         run = pair.run
         length = f", length {run['length']:.2f}" if run["length"] else ""

@@ -38,7 +38,7 @@ def main() -> int:
     _say(f"answers: {len(answers.prompts())} prompts, greedy, through vLLM; kept in the cache")
     data = answers.conversations(verifier)
     _say("pipeline: prepare, extract, map, train")
-    processes.check_call(_pipeline(verifier, data, options.output, options.epochs, others))
+    processes.check_call(pipeline(verifier, data, options.output, options.epochs, others))
 
     python = Path(sys.prefix).with_name(".venv-serve") / "bin" / "python"
     if python.exists():
@@ -50,9 +50,7 @@ def main() -> int:
     return 0
 
 
-def _pipeline(
-    verifier: Path, data: Path, output: Path, epochs: int, others: list[str]
-) -> list[str]:
+def pipeline(verifier: Path, data: Path, output: Path, epochs: int, others: list[str]) -> list[str]:
     options = {
         "--model": verifier,
         "--data": data,

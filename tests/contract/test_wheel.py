@@ -74,7 +74,7 @@ def test_the_sources_and_the_metadata_are_taken(
         archive.writestr("demo/third_party/other.py", SOURCE)
         archive.writestr("demo-1.0.dist-info/METADATA", "Name: demo\nVersion: 1.0\n")
     with serving(wheel.read_bytes(), ranges) as server:
-        monkeypatch.setattr(sources, "_url", lambda distribution, version: server.url)
+        monkeypatch.setattr(sources, "url_of", lambda distribution, version: server.url)
         target = sources.fetch("demo", "1.0")
         assert sources.fetch("demo", "1.0") == target
     found = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}

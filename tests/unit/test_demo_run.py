@@ -84,7 +84,7 @@ def test_ctrl_c_is_one_line_of_what_was_stopped(first: str, code: int, said: str
 import sys, time
 from examples.demo import __main__ as demo
 demo.model.verifier, demo.answers.conversations = {first}, lambda verifier: None
-demo._pipeline = lambda *options: [sys.executable, "-c", {STEP!r}]
+demo.pipeline = lambda *options: [sys.executable, "-c", {STEP!r}]
 sys.exit(demo.guarded())
 """
     process = subprocess.Popen(

@@ -209,7 +209,7 @@ def test_a_cell_says_what_was_run_and_what_was_not() -> None:
     pairs = [("0.3.0", "0.16.0"), ("0.4.0.1", "0.16.0"), ("0.4.0.1", "0.15.1")]
     ran = [{**RUN, "speculators": s, "vllm": v, "passed": s == "0.3.0"} for s, v in pairs[:2]]
     known = dataclasses.replace(KNOWN, run=(ran[0], {**ran[1], "note": "rows differ"}))
-    assert [support_table._cell(known.pair(*names)) for names in [*pairs, ("0.3.0", "0.17.1")]] == [
+    assert [support_table.cell(known.pair(*names)) for names in [*pairs, ("0.3.0", "0.17.1")]] == [
         "2026-11-30: 300 rows, 0.6 %, length 2.10",
         "fails: rows differ",
         "impossible: a fact",

@@ -76,7 +76,7 @@ def fetch(distribution: str, version: str) -> Path:
     if (target / "METADATA").is_file():
         return target
     package = distribution.partition("-")[0]
-    with _opened(_url(distribution, version)) as file, zipfile.ZipFile(file) as wheel:
+    with _opened(url_of(distribution, version)) as file, zipfile.ZipFile(file) as wheel:
         names = [name for name in wheel.namelist() if name.endswith(".py")]
         for name in sorted(names, key=lambda name: wheel.getinfo(name).header_offset):
             if name.startswith(f"{package}/") and "/third_party/" not in name:
@@ -96,7 +96,7 @@ def _opened(url: str) -> IO[bytes]:
         return file
 
 
-def _url(distribution: str, version: str) -> str:
+def url_of(distribution: str, version: str) -> str:
     """Where pip would download the wheel from, by the user's own settings of pip."""
     options = ("--dry-run", "--ignore-installed", "--no-deps", "--use-feature=fast-deps", "--quiet")
     command = [sys.executable, "-m", "pip", "install", *options, "--report", "-"]

@@ -483,6 +483,30 @@ def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: str) -> Non
         manifest.find(tmp_path, STAGES)
 
 
+def test_a_run_of_schema_1_is_continued(root: Path) -> None:
+    """It had a result's fields beside the record's own, and digests of patches that have moved."""
+    begun = all_done(root)
+    content = json.loads(begun.model_dump_json())
+    content["schema_version"] = 1
+    for record in content["stages"].values():
+        result = record.pop("result")
+        record |= {name: result.pop(name) for name in ("digest", "outputs", "bytes", "parts")}
+        record["counts"] = result
+        for name in [name for name in record["inputs"] if fingerprints.is_code(name)]:
+            del record["inputs"][name]
+        record["inputs"]["the patch extract/-sink"] = "the digest of that time"
+    content["stages"]["export"] |= {"finished": None, "counts": {}, "outputs": {}}
+    content["checksum"] = manifest.digest_of(content)
+    (root / "run").mkdir()
+    (root / "run" / "manifest.json").write_text(json.dumps(content))
+    found = manifest.find(root / "run", STAGES)
+    assert found is not None
+    assert found.result(TRAIN) == MADE["train"]
+    assert reasons(found, planned(root)) == {"export": ""}
+    found.save(Layout(root / "run"))
+    assert manifest.find(root / "run", STAGES) == found
+
+
 def test_an_altered_manifest_is_refused(root: Path) -> None:
     (root / "run").mkdir()
     manifest.begin(planned(root)).save(Layout(root / "run"))

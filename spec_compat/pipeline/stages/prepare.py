@@ -36,18 +36,12 @@ PREPARE = Stage(
     result=Prepared,
     writes=("prepared",),
     options=(
-        "model",
-        "data",
-        "seq_length",
-        "max_samples",
-        "assistant_pattern",
-        "turn_dropout",
-        "seed",
+        "model", "data", "seq_length", "max_samples", "assistant_pattern", "turn_dropout", "seed",
     ),
     packages=("speculators", "transformers", "tokenizers"),
     inputs=inputs,
     summary=summary,
-)
+)  # fmt: skip
 
 
 def run(job: Job) -> Prepared:

@@ -76,19 +76,9 @@ TRAIN = Stage(
     writes=("checkpoints", "logs/metrics.jsonl"),
     after=(EXTRACT, MAP),
     options=(
-        "epochs",
-        "lr",
-        "ttt_steps",
-        "ttt_step_loss_decay",
-        "use_off_policy_tokens",
-        "num_layers",
-        "draft_heads",
-        "draft_kv_heads",
-        "draft_head_dim",
-        "draft_intermediate_size",
-        "noise_std",
-        "total_seq_len",
-        "val_ratio",
+        "epochs", "lr", "ttt_steps", "ttt_step_loss_decay", "use_off_policy_tokens", "num_layers",
+        "draft_heads", "draft_kv_heads", "draft_head_dim", "draft_intermediate_size", "noise_std",
+        "total_seq_len", "val_ratio",
     ),
     packages=("speculators",),
     inputs=lambda plan: {"model": plan.model},
@@ -96,7 +86,7 @@ TRAIN = Stage(
     ranks=ranks,
     summary=summary,
     tables=tables,
-)
+)  # fmt: skip
 
 
 def run(job: Job) -> Trained:

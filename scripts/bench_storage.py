@@ -78,12 +78,12 @@ def run_case(given: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "spec_compat.cli", "run-pipeline"]
     subprocess.run([*command, *pairs, *CASES[given.case]], check=True)
     stages = json.loads((options["output"] / "manifest.json").read_text())["stages"]
-    extracted, trained = stages["extract"], stages["train"]["counts"]
+    extracted, trained = stages["extract"], stages["train"]["result"]
     head = (options["output"] / "head" / "model.safetensors").read_bytes()
     measure.record(
-        rows=extracted["counts"]["rows"],
-        tokens=extracted["counts"]["tokens"],
-        bytes_per_token=extracted["bytes"] / extracted["counts"]["tokens"],
+        rows=extracted["result"]["rows"],
+        tokens=extracted["result"]["tokens"],
+        bytes_per_token=extracted["result"]["bytes"] / extracted["result"]["tokens"],
         head=hashlib.sha256(head).hexdigest()[:8],
         **{f"loss_{step}": trained["validation"][f"loss_{step}"] for step in range(STEPS)},
         **{f"accepted_{step}": trained["acceptance"][step] for step in range(STEPS)},

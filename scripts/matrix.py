@@ -136,7 +136,7 @@ def head(cell: Cell, directory: Path) -> dict[str, float]:
             logs = "".join(file.read_text() for file in sorted((run / "logs").glob("*.log")))
             log(cell, "pipeline", done.stdout + done.stderr + logs)
             raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[-1])
-        counts = json.loads((run / "manifest.json").read_text())["stages"]["train"]["counts"]
+        counts = json.loads((run / "manifest.json").read_text())["stages"]["train"]["result"]
     return {**counts["validation"], "length": counts["expected_acceptance_length"]}
 
 

@@ -73,9 +73,9 @@ def test_every_output_has_the_hash_and_the_size_of_the_manifest(finished: Finish
     for stage in stages.values():
         assert stage["finished"]
         assert stage["seconds"] > 0
-        for name, digest in stage["outputs"].items():
+        for name, digest in stage["result"]["outputs"].items():
             assert sha256(run / name) == digest, name
-    listed = {name for stage in stages.values() for name in stage["outputs"]}
+    listed = {name for stage in stages.values() for name in stage["result"]["outputs"]}
     for name, entry in Index(run / "gen" / "talks").files.items():
         assert sha256(run / "gen" / "talks" / name) == entry.sha256
         listed.add(f"gen/talks/{name}")
@@ -83,8 +83,8 @@ def test_every_output_has_the_hash_and_the_size_of_the_manifest(finished: Finish
     there = {file.relative_to(run).as_posix() for file in run.rglob("*") if file.is_file()}
     assert {name for name in there - ours if not name.startswith("logs/")} == listed
     for stage in ("map", "train", "export"):
-        sizes = [(run / name).stat().st_size for name in stages[stage]["outputs"]]
-        assert sum(sizes) == stages[stage]["bytes"]
+        sizes = [(run / name).stat().st_size for name in stages[stage]["result"]["outputs"]]
+        assert sum(sizes) == stages[stage]["result"]["bytes"]
 
 
 def test_the_counts_are_those_of_the_rows(finished: Finished) -> None:
@@ -92,14 +92,14 @@ def test_the_counts_are_those_of_the_rows(finished: Finished) -> None:
     stages, extracted = manifest(run)["stages"], rows(run)
     tokens = sum(len(row["input_ids"]) for row in extracted)
     trainable = sum(int(row["loss_mask"].sum()) for row in extracted)
-    assert stages["prepare"]["counts"]["rows"] == ROWS
-    assert stages["prepare"]["counts"]["tokens"] == tokens
-    assert stages["prepare"]["counts"]["trainable_tokens"] == trainable
-    assert stages["extract"]["counts"]["rows_written"] == ROWS
-    assert stages["extract"]["counts"]["tokens"] == tokens
+    assert stages["prepare"]["result"]["rows"] == ROWS
+    assert stages["prepare"]["result"]["tokens"] == tokens
+    assert stages["prepare"]["result"]["trainable_tokens"] == trainable
+    assert stages["extract"]["result"]["rows_written"] == ROWS
+    assert stages["extract"]["result"]["tokens"] == tokens
     sizes = [file.stat().st_size for file in (run / "gen" / "talks").glob("data_*.pt")]
-    assert stages["extract"]["bytes"] == sum(sizes)
-    train = stages["train"]["counts"]
+    assert stages["extract"]["result"]["bytes"] == sum(sizes)
+    train = stages["train"]["result"]
     assert train["rows"] + train["validation_rows"] == ROWS
     assert train["validation_rows"] >= 1
 
@@ -126,7 +126,7 @@ def test_data_config_is_that_of_speculators(finished: Finished) -> None:
 
 def test_the_mapping_covers_what_the_manifest_says(finished: Finished) -> None:
     run, _ = finished
-    mapping, counts = run / "vocab_mapping", manifest(run)["stages"]["map"]["counts"]
+    mapping, counts = run / "vocab_mapping", manifest(run)["stages"]["map"]["result"]
     d2t, t2d = np.load(mapping / "d2t.npy"), np.load(mapping / "t2d.npy")
     assert (d2t.dtype, t2d.dtype, len(d2t), len(t2d)) == (np.int64, np.bool_, 128, 512)
     assert (np.arange(128) + d2t == np.flatnonzero(t2d)).all()
@@ -190,7 +190,7 @@ def test_the_closing_table_says_what_the_metrics_say(finished: Finished) -> None
     run, printed = finished
     records = [json.loads(line) for line in (run / "logs/metrics.jsonl").read_text().splitlines()]
     last = [record["val"] for record in records if "val" in record][-1]
-    train = manifest(run)["stages"]["train"]["counts"]
+    train = manifest(run)["stages"]["train"]["result"]
     assert train["steps"] == sum("train" in record for record in records)
     for step in range(3):
         assert train["validation"][f"full_acc_{step}"] == last[f"full_acc_{step}_epoch"]
@@ -233,7 +233,7 @@ def test_killed_and_continued_it_gives_the_same_files(
     done = cli("run-pipeline", "--output", str(run))
     assert done.returncode == 0, done.stderr
     assert "prepare  already done" in done.stdout
-    assert manifest(run)["stages"]["extract"]["counts"]["rows_written"] == ROWS - len(kept)
+    assert manifest(run)["stages"]["extract"]["result"]["rows_written"] == ROWS - len(kept)
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
     assert not list(gen.glob(".*"))
     assert results(run) == results(finished[0])
@@ -265,7 +265,7 @@ def test_a_row_that_is_gone_is_extracted_again(
     (run / "gen" / "talks" / "data_7.pt").unlink()
     done = cli("extract", "--output", str(run))
     assert done.returncode == 0, done.stderr
-    assert manifest(run)["stages"]["extract"]["counts"]["rows_written"] == 1
+    assert manifest(run)["stages"]["extract"]["result"]["rows_written"] == 1
     assert results(run) == results(finished[0])
     again = cli("run-pipeline", "--output", str(run))
     assert again.stdout.count("already done") == 5
@@ -281,7 +281,7 @@ def test_another_dataset_leaves_the_rows_of_the_first_where_they_are(
     assert done.returncode == 0, done.stderr
     done = cli("extract", "--output", str(run))
     assert done.returncode == 0, done.stderr
-    counts = manifest(run)["stages"]["extract"]["counts"]
+    counts = manifest(run)["stages"]["extract"]["result"]
     assert (counts["rows_written"], counts["rows"]) == (4, ROWS + 4)
     assert {file: file.stat().st_mtime_ns for file in there} == there
 
@@ -326,11 +326,11 @@ def test_states_in_small_shards_train_a_head_and_are_verified(
     done = cli("run-pipeline", "--output", str(run))
     assert done.returncode == 0, done.stderr
     before, after = manifest(finished[0])["stages"], manifest(run)["stages"]
-    assert after["extract"]["bytes"] < 0.6 * before["extract"]["bytes"]
-    assert after["map"]["outputs"] == before["map"]["outputs"]
+    assert after["extract"]["result"]["bytes"] < 0.6 * before["extract"]["result"]["bytes"]
+    assert after["map"]["result"]["outputs"] == before["map"]["result"]["outputs"]
     for step in range(3):
         name = f"loss_{step}"
-        there, here = (s["train"]["counts"]["validation"][name] for s in (before, after))
+        there, here = (s["train"]["result"]["validation"][name] for s in (before, after))
         assert 0 < abs(here - there) < 0.01 * there
 
     verified = cli("verify", str(run), "--samples", "4")

@@ -76,7 +76,7 @@ def test_the_server_accepts_what_training_reported(
     for phase in ("without the head", "with the head"):  # minutes each, where no terminal shows it
         assert phase in done.stderr
     served, expected = found["served"], found["expected"]
-    counts = json.loads((trained / "manifest.json").read_text())["stages"]["train"]["counts"]
+    counts = json.loads((trained / "manifest.json").read_text())["stages"]["train"]["result"]
     assert expected == counts["acceptance"]
     assert found["own_answers"] == counts["own_answers"] > 0.9  # or it would be another text
     assert served["different"] == 0

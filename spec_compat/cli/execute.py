@@ -2,29 +2,62 @@
 
 from __future__ import annotations
 
+import json
 import os
-import runpy
 import sys
 import tempfile
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from multiprocessing import spawn
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 import spec_compat
 from spec_compat.errors import UserError
 
-HAND_DOWN = f"from {__name__} import hand_down; hand_down()"
+AGAIN = "spec_compat.cli.script"
+# Tells the processes that the script spawns what to run: `FILE`, or `-m MODULE`, as JSON.
+COMMAND = "SPEC_COMPAT_EXEC"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A file, or a module in `package`, whose code is to run as `__main__`."""
+
+    name: str
+    file: str
+    package: str | None
+    code: CodeType
+
+    def run(self, main: dict[str, Any]) -> None:
+        """Execute the code with `main` as its globals.
+
+        Their spec names `spec_compat.cli.script`, which is what a spawned process imports for it.
+        """
+        main.update(__file__=self.file, __package__=self.package, __spec__=_Spec(self.package))
+        exec(self.code, main)  # noqa: S102
+
+
+class _Spec(ModuleSpec):
+    """Of the script: named like the module that runs it again, inside the script's own package."""
+
+    def __init__(self, package: str | None) -> None:
+        super().__init__(AGAIN, None)
+        self._package = package
+
+    @property
+    def parent(self) -> str | None:
+        return self._package
 
 
 def execute(command: list[str]) -> None:
     """Run `FILE ARGS...` or `-m MODULE ARGS...` as `python` would. Raises UserError.
 
-    Both are run under the name `__main__` with a spec or a file that multiprocessing can import
-    again, so that scripts which spawn workers work.
+    Processes that the script spawns arm the patches before they import it again: it may import
+    speculators at its top, which fails without them beside transformers 5.
     """
     spec_compat.arm()
-    hand_down()
     if "SPEC_COMPAT_REPORT_DIR" not in os.environ:
         os.environ["SPEC_COMPAT_REPORT_DIR"] = tempfile.mkdtemp(prefix="spec-compat-report-")
         print(
@@ -32,43 +65,48 @@ def execute(command: list[str]) -> None:
             file=sys.stderr,
         )
     if command[0] == "-m":
-        _module(command[1:])
+        sys.path.insert(0, str(Path.cwd()))
+        script = _module(command[1:])
+        what, rest = ["-m", script.name], command[2:]
     else:
-        _file(command)
+        script = _file(command[0])
+        sys.path.insert(0, str(Path(script.file).resolve().parent))
+        what, rest = [script.file], command[1:]
+    os.environ[COMMAND] = json.dumps(what)
+    sys.argv = [script.file if command[0] == "-m" else command[0], *rest]
+    main = ModuleType("__main__")
+    # Under the second name a spawned process sends back what it made of the script's classes.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    script.run(vars(main))
 
 
-def hand_down() -> None:
-    """Have every process that this one spawns arm the patches before it imports the script again.
-
-    The script may import speculators at its top, which fails without them beside transformers 5.
-    """
-    command_line = spawn.get_command_line
-
-    def get_command_line(**words: Any) -> list[str]:
-        *python, program, mark = command_line(**words)
-        return [*python, f"{HAND_DOWN}; {program}", mark]
-
-    spawn.get_command_line = get_command_line
+def again(main: dict[str, Any]) -> None:
+    """Run the script that `execute` runs, in a process that it spawned, with `main` as globals."""
+    spec_compat.arm()
+    first, *rest = json.loads(os.environ[COMMAND])
+    script = _module(rest) if first == "-m" else _file(first)
+    if not script.name.endswith(".__main__"):  # a package's, which multiprocessing runs only once
+        script.run(main)
 
 
-def _module(command: list[str]) -> None:
+def _module(command: list[str]) -> Script:
     if not command:
         raise UserError("exec -m: the name of a module is missing")
-    sys.path.insert(0, str(Path.cwd()))
+    name = command[0]
     try:
-        found = find_spec(command[0])
+        found = find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            found = find_spec(f"{name}.__main__")
     except (ImportError, ValueError):
         found = None
-    if found is None:
-        raise UserError(f"exec -m {command[0]}: no such module")
-    sys.argv = command
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    code = getattr(found and found.loader, "get_code", lambda name: None)(found and found.name)
+    if found is None or code is None:
+        raise UserError(f"exec -m {name}: no such module")
+    return Script(found.name, found.origin or name, found.parent, code)
 
 
-def _file(command: list[str]) -> None:
-    script = Path(command[0])
-    if not script.is_file():
-        raise UserError(f"exec {script}: no such file")
-    sys.path.insert(0, str(script.resolve().parent))
-    sys.argv = command
-    runpy.run_path(str(script), run_name="__main__")
+def _file(name: str) -> Script:
+    path = Path(name).absolute()
+    if not path.is_file():
+        raise UserError(f"exec {name}: no such file")
+    return Script(path.stem, str(path), None, compile(path.read_bytes(), path, "exec"))

@@ -22,15 +22,22 @@ from concurrent.futures import ProcessPoolExecutor
 
 ARMED = "spec_compat" in sys.modules  # before anything else of the script is imported
 
-def square(n):
-    return n * n, ARMED
+class Answer:
+    def __init__(self, number):
+        self.number, self.armed = number, ARMED
 
-def spawned(function, *arguments):
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+def square(answer):
+    return Answer(answer.number ** 2)
+
+def started(function, *arguments):
+    method = sys.argv[1]
+    with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
         return pool.submit(function, *arguments).result()
 
 if __name__ == "__main__":
-    print(spawned(spawned, square, 3), sys.argv[1:], os.path.basename(sys.argv[0]))
+    answer = started(started, square, Answer(3))
+    print(answer.number, answer.armed, type(answer) is Answer, sys.argv[1:])
+    print(os.path.basename(sys.argv[0]), os.path.basename(__file__), __package__)
     import spec_compat
     print(len(spec_compat.report().outcomes) > 0, "SPEC_COMPAT_REPORT_DIR" in os.environ)
 """
@@ -210,15 +217,41 @@ def test_an_unknown_patch_in_the_environment_is_an_error() -> None:
     assert "SPEC_COMPAT_DISABLE: no patch is called 'no/such'" in result.stderr
 
 
-@pytest.mark.parametrize("as_module", [False, True])
-def test_exec_runs_scripts_that_spawn_workers(tmp_path: Path, as_module: bool) -> None:
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("what", "package"),
+    [(["script.py"], None), (["-m", "script"], ""), (["-m", "package.script"], "package")],
+)
+def test_exec_runs_scripts_that_start_workers(
+    tmp_path: Path, what: list[str], package: str | None, method: str
+) -> None:
+    """What a worker gets and gives back is of the script's own class, in both directions."""
+    (tmp_path / "package").mkdir()
     (tmp_path / "script.py").write_text(SPAWNING)
-    what = ["-m", "script"] if as_module else ["script.py"]
-    done = cli("exec", *what, "--flag", "-m", "x", cwd=tmp_path)
+    (tmp_path / "package/script.py").write_text("from . import beside" + SPAWNING)
+    (tmp_path / "package/beside.py").touch()
+    done = cli("exec", *what, method, "-m", "x", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    assert first == "(9, True) ['--flag', '-m', 'x'] script.py"
-    assert second == "True True"
+    assert "Warning" not in done.stderr
+    first, second, third = done.stdout.splitlines()
+    assert first == f"9 True True ['{method}', '-m', 'x']"
+    assert second == f"script.py script.py {package}"
+    assert third == "True True"
+
+
+def test_exec_runs_a_package_once(tmp_path: Path) -> None:
+    """As `python -m` does: a process that its __main__.py starts does not run that again."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__main__.py").write_text(
+        "import multiprocessing, os\nfrom . import work\n"
+        "process = multiprocessing.get_context('spawn').Process(target=work.work)\n"
+        "process.start()\nprocess.join()\nprint('main', process.exitcode)\n"
+    )
+    (tmp_path / "package/work.py").write_text(
+        "import sys\ndef work(): sys.exit(7 if 'spec_compat' in sys.modules else 3)\n"
+    )
+    done = cli("exec", "-m", "package", cwd=tmp_path)
+    assert done.stdout == "main 7\n", done.stderr
 
 
 def test_exec_gives_back_the_exit_code_of_the_script(tmp_path: Path) -> None:

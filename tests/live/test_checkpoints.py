@@ -16,8 +16,6 @@ import spec_compat  # noqa: F401
 import speculators.train.trainer  # noqa: F401  the patch comes with it
 from spec_compat.patches.train import resume, whole_checkpoints
 from spec_compat.pipeline.stages import checkpoints
-from spec_compat.pipeline.system import disk
-from spec_compat.pipeline.run.events import Events
 from tests.unit.pipeline_inputs import Notes
 
 pytestmark = [pytest.mark.live]
@@ -120,20 +118,6 @@ def test_what_was_logged_of_epochs_that_are_trained_again_goes(tmp_path: Path) -
     file.write_text("\n".join([*lines, '{"epoch": 0, "st']))
     assert checkpoints.kept_metrics(file, 1) == kept
     assert [json.loads(line) for line in file.read_text().splitlines()] == kept
-
-
-def test_a_checkpoint_waits_for_space_for_all_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The head in bfloat16, what is trained in float32, and the optimizer's two moments of it."""
-    did: list[Any] = []
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 4))
-    model[0].requires_grad_(False)
-    trainer = SimpleNamespace(model=model, save_checkpoint=did.append)
-    monkeypatch.setattr(disk, "wait_for", lambda directory, needed, *_: did.append(needed))
-    checkpoints.wait_for_space(trainer, tmp_path, True, Events())
-    trainer.save_checkpoint(7)
-    assert did == [2 * (64 + 36) + 3 * 4 * 36, 7]
 
 
 @pytest.mark.parametrize(("ranks", "said"), [(2, 0), (1, 1)])

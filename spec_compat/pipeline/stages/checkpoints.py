@@ -10,7 +10,7 @@ from typing import Any
 from speculators.train.checkpointer import BaseCheckpointer
 
 from spec_compat.pipeline.run.events import Events
-from spec_compat.pipeline.system import atomic, disk
+from spec_compat.pipeline.system import atomic
 
 
 def drop_unfinished(checkpoints: Path, epochs: int) -> int:
@@ -39,21 +39,6 @@ def note_other_ranks(checkpoints: Path, first_epoch: int, ranks: int, events: Ev
             f"{ranks}: steps and learning rates are no longer those of a run that was not stopped; "
             f"with --train-gpus {before} they are"
         )
-
-
-def wait_for_space(trainer: Any, directory: Path, pause: bool, events: Events) -> None:
-    """Have the trainer wait before each checkpoint until there is space for it."""
-    save = trainer.save_checkpoint
-    weights = [w for w in trainer.model.parameters() if w.requires_grad]
-    # In bfloat16; what is trained also in its own dtype, with both moments.
-    needed = 2 * sum(w.numel() for w in trainer.model.parameters())
-    needed += 3 * sum(w.numel() * w.element_size() for w in weights)
-
-    def save_checkpoint(epoch: int) -> None:
-        disk.wait_for(directory, needed, pause, events)
-        save(epoch)
-
-    trainer.save_checkpoint = save_checkpoint
 
 
 def kept_metrics(file: Path, first_epoch: int) -> list[dict[str, Any]]:

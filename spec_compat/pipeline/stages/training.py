@@ -7,6 +7,7 @@ import logging
 import math
 import random
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from speculators.train.trainer import Trainer, TrainerConfig
+from speculators.train.trainer import TrainerConfig
 from speculators.train.utils import maybe_destroy_distributed, maybe_setup_distributed
 from transformers import LlamaConfig
 
@@ -33,7 +34,8 @@ from spec_compat.pipeline.run.stage import Job
 from spec_compat.pipeline.stages import checkpoints
 from spec_compat.pipeline.stages.loader import loader, seed_everything
 from spec_compat.pipeline.stages.train import Trained
-from spec_compat.pipeline.system import atomic
+from spec_compat.pipeline.stages.trainer import GuardedTrainer
+from spec_compat.pipeline.system import atomic, disk
 
 # Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
 BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -72,7 +74,9 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     metrics = Metrics(job.events if rank == 0 else Events(), layout, first_epoch)
     metrics.plan(config.epochs, len(train_loader), sum(lengths))
     call = {"ttt_steps": config.ttt_steps, "ttt_step_loss_decay": config.ttt_step_loss_decay}
-    trainer = Trainer(
+    pause = config.on_full_disk == "pause"
+    wait_for = partial(disk.wait_for, layout.root, pause=pause, events=job.events)
+    trainer = GuardedTrainer(
         model,
         TrainerConfig(
             lr=config.lr,
@@ -86,12 +90,11 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
         ),
         train_loader,
         validation_loader,
+        wait_for=wait_for if rank == 0 else lambda needed: None,
     )
     if rank == 0:
         checkpoints.note_other_ranks(layout.checkpoints, first_epoch, world_size, job.events)
-        pause = config.on_full_disk == "pause"
-        checkpoints.wait_for_space(trainer, layout.root, pause, job.events)
-        logging.getLogger("speculators.metrics").addHandler(metrics)
+        metrics.listen()
     begun = time.monotonic()
     trainer.run_training()
     seconds = time.monotonic() - begun
@@ -222,6 +225,12 @@ class Metrics(logging.Handler):
         self._tokens_per_step = tokens_per_epoch / steps_per_epoch
         self._events.doing("training", self._steps, "steps")
 
+    def listen(self) -> None:
+        """Be told from now on, whatever the level of the log is."""
+        logger = logging.getLogger("speculators.metrics")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
     def emit(self, record: logging.LogRecord) -> None:
         if not isinstance(record.msg, dict):
             return
@@ -231,14 +240,11 @@ class Metrics(logging.Handler):
             stream.write(json.dumps(message) + "\n")
         if "train" not in message:
             return
-        loss = message["train"]["loss"]
-        if not math.isfinite(loss):
-            raise RuntimeError(f"the loss is {loss} in step {self._done + 1}")
         self._done += 1
         self._events.progress(
             self._done,
             round((self._done - self._first) * self._tokens_per_step),
-            f"epoch {message['epoch'] + 1}/{self._epochs}, loss {loss:.3f}  ",
+            f"epoch {message['epoch'] + 1}/{self._epochs}, loss {message['train']['loss']:.3f}  ",
         )
 
     @property

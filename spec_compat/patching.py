@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from random import Random
 
 # The column by which the pipeline numbers rows, and prepare/loss-mask names those that it reports.
 ROW_COLUMN = "spec_compat_row"
@@ -90,6 +96,36 @@ def asking_for_trust(auto: Any) -> Any:
             )
 
     return Asking
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What the prepare stage tells the patch prepare/loss-mask; a script may, too.
+
+    `reported` is the file that gets a JSON object for each row that is left out. `draws` is where
+    the seed of turn dropout comes from; the module `random` where it is None.
+    """
+
+    reported: Path | None = None
+    draws: Random | None = None
+
+
+_preparation = ContextVar[Preparation]("preparation")
+
+
+def preparation() -> Preparation:
+    """What holds in this thread."""
+    return _preparation.get(Preparation())
+
+
+@contextmanager
+def preparing(told: Preparation) -> Iterator[None]:
+    """Have `preparation()` give `told` while the block runs."""
+    token = _preparation.set(told)
+    try:
+        yield
+    finally:
+        _preparation.reset(token)
 
 
 class BadRows(RuntimeError):  # noqa: N818

@@ -7,24 +7,30 @@ Symptom  Silent. The token that ends a turn is never trained on. Masks are all z
          middle of a conversation. 0.4 also keeps tokens past the maximal length, without a mask.
 Cause    `_detect_assistant_pattern` guesses a regular expression from one rendering.
 Fix      See `_turns.py`. A row for which the mask is not certain is left out and reported: a
-         warning counts them by reason, and the file named by SPEC_COMPAT_REPORTED_ROWS gets a JSON
-         object a row: `row` (what its column spec_compat_row says, or its number in the source,
-         from 0), `reason`, `detail`. No usable row at all is a ValueError. With
+         warning counts them by reason, and the file of `patching.preparing` gets a JSON object a
+         row: `row` (what its column spec_compat_row says, or its number in the source, from 0),
+         `reason`, `detail`. No usable row at all is a ValueError. With
          `assistant_pattern` speculators' own path runs.
 Remove when speculators 0.3 and 0.4 are no longer supported.
 """
 
 import json
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
 from functools import partial, wraps
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, ROW_COLUMN, Patch, Probe, moved, parameters
+from spec_compat.patching import (
+    NEEDED,
+    ROW_COLUMN,
+    Patch,
+    Probe,
+    moved,
+    parameters,
+    preparation,
+)
 
 from ._turns import Message, RowError, Template
 
@@ -86,7 +92,8 @@ def build(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any
                 "the chat template ends the assistant's turns with no special token: "
                 "the head will not learn where they end"
             )
-        seed = random.getrandbits(64) if turn_dropout else None
+        draws: Any = preparation().draws or random
+        seed = draws.getrandbits(64) if turn_dropout else None
         rows = dataset.map(
             partial(prepare, template, max_length, seed),
             batched=True,
@@ -212,10 +219,10 @@ def _call(call: Any) -> Any:
 
 def report(log: Any, reported: list[dict[str, Any]], total: int) -> None:
     """Say which rows are left out. Raises ValueError when none is left."""
-    if path := os.environ.get("SPEC_COMPAT_REPORTED_ROWS"):
+    if path := preparation().reported:
         ordered = sorted(reported, key=lambda row: row["row"])
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in ordered]
-        Path(path).write_text("".join(lines), encoding="utf-8")
+        path.write_text("".join(lines), encoding="utf-8")
     reasons = Counter(row["reason"] for row in reported)
     counts = "; ".join(f"{number} x {reason}" for reason, number in reasons.most_common())
     if len(reported) == total:

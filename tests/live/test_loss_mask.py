@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from spec_compat.patches.prepare._turns import RowError, Template
 
 import spec_compat
+from spec_compat.patching import Preparation, preparing
 from tests.chat_templates import FAMILIES, Family, Message
 from tests.kimi import FILES as KIMI_FILES
 from tests.kimi import SPECIAL_TOKENS
@@ -173,13 +175,13 @@ class Prepare:
 
 
 @pytest.fixture
-def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+def prepare(tmp_path: Path) -> Iterator[Prepare]:
     import speculators.data_generation.preprocessing  # noqa: F401
 
     spec_compat.require("prepare/loss-mask")
     path = tmp_path / "reported.jsonl"
-    monkeypatch.setenv("SPEC_COMPAT_REPORTED_ROWS", str(path))
-    return Prepare(path)
+    with preparing(Preparation(path)):
+        yield Prepare(path)
 
 
 GOOD = chat("How many bridges are there?", "Seven.")

@@ -30,6 +30,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # A log is no terminal: its progress bars are drawn anew every so many seconds.
+    "TQDM_MININTERVAL": "5",
     # A file in the current directory must not stand in for a module of the same name.
     "PYTHONSAFEPATH": "1",
 }

@@ -15,13 +15,11 @@ from typing import Any
 
 import datasets as hf
 import numpy as np
-import tqdm.std  # type: ignore[import-untyped]
-from speculators.data_generation.configs import DATASET_CONFIGS, DatasetConfig
 from speculators.data_generation.preprocessing import load_and_preprocess_dataset
 
 import spec_compat
 from spec_compat.errors import UserError
-from spec_compat.patching import ROW_COLUMN
+from spec_compat.patching import ROW_COLUMN, Preparation, preparing
 from spec_compat.pipeline.inputs import conversations
 from spec_compat.pipeline.inputs.verifier import Verifier
 from spec_compat.pipeline.run.events import Events
@@ -29,22 +27,18 @@ from spec_compat.pipeline.run.manifest import digest_of
 from spec_compat.pipeline.run.plan import Dataset
 from spec_compat.pipeline.run.stage import Job
 from spec_compat.pipeline.stages.prepare import Prepared
-from spec_compat.pipeline.system import atomic
+from spec_compat.pipeline.system import atomic, bars
 
 # Fewer rows than this are tokenized sooner by one process than by several that must be started.
 ROWS_PER_PROCESS = 2000
 BATCH = 1000
-# Rows of this dataset have `conversations` already.
-DATASET_CONFIGS.setdefault(
-    "open-perfectblend",
-    DatasetConfig("open-perfectblend", "mlabonne/open-perfectblend", "train"),
-)
 
 
 def run(job: Job) -> Prepared:
     """Write `prepared/<dataset>/`: columns input_ids and loss_mask, int64 of equal length a row."""
     spec_compat.require(stage="prepare", scope="driver")
-    random.seed(job.config.seed)
+    random.seed(job.config.seed)  # speculators draws from it where there is an assistant_pattern
+    draws = random.Random(job.config.seed)  # noqa: S311
     check_loads(job.verifier)
     counts: Counter[str] = Counter()
     digests: dict[str, str] = {}
@@ -55,7 +49,7 @@ def run(job: Job) -> Prepared:
         # A cache of this run alone: a shared one would answer for a file that has changed since.
         scratch = prepared.with_name(".cache")  # short: its path becomes a file's name
         with atomic.replacing_directory(prepared) as directory, _emptied(scratch):
-            found, digests[dataset.name] = _prepare(job, dataset, directory, scratch)
+            found, digests[dataset.name] = _prepare(job, dataset, directory, scratch, draws)
         counts.update(found)
         for file in sorted(job.layout.prepared(dataset.name).iterdir()):
             outputs[job.layout.relative(file)] = atomic.sha256(file)
@@ -97,7 +91,7 @@ def _emptied(scratch: Path) -> Iterator[None]:
 
 
 def _prepare(
-    job: Job, dataset: Dataset, directory: Path, scratch: Path
+    job: Job, dataset: Dataset, directory: Path, scratch: Path, draws: random.Random
 ) -> tuple[Counter[str], str]:
     config, events = job.config, job.events
     counts: Counter[str] = Counter()
@@ -109,10 +103,9 @@ def _prepare(
         workers = min(workers, 1 + counts["conversations"] // ROWS_PER_PROCESS)
     events.doing(f"tokenizing {dataset.name}")
     reported = job.layout.reported_rows(dataset.name)
-    os.environ["SPEC_COMPAT_REPORTED_ROWS"] = str(reported)
     reported.unlink(missing_ok=True)
     try:
-        with _bars_as(events, dataset.name):
+        with preparing(Preparation(reported, draws)), bars.reported(events, dataset.name):
             rows, _tokenizer = load_and_preprocess_dataset(
                 target_model_path=config.model,
                 train_data_path=source,
@@ -204,23 +197,6 @@ def _measure(rows: hf.Dataset, counts: Counter[str]) -> tuple[int, str]:
             digest.update(np.ascontiguousarray(ids, np.int64).tobytes())
             digest.update(np.ascontiguousarray(mask, np.int64).tobytes())
     return largest, digest.hexdigest()
-
-
-@contextmanager
-def _bars_as(events: Events, name: str) -> Iterator[None]:
-    """Show the bars that datasets and speculators draw with tqdm as progress of the stage."""
-    original = tqdm.std.tqdm.display
-
-    def display(bar: Any, *args: Any, **kwargs: Any) -> None:
-        if bar.n == 0 or bar.total is None:
-            events.doing(f"{bar.desc or 'preparing'} ({name})", bar.total)
-        events.progress(bar.n)
-
-    tqdm.std.tqdm.display = display
-    try:
-        yield
-    finally:
-        tqdm.std.tqdm.display = original
 
 
 def _cpus() -> int:

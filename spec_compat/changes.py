@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -57,7 +59,7 @@ def vacancy(module: ModuleType, name: str) -> tuple[Any, str, Any]:
     first, _, attr = name.partition(".")
     owner: Any = vars(module).get(first) if attr else module
     if attr and not isinstance(owner, type):
-        owner, attr = LOADED, name
+        raise TargetMoved(f"{module.__name__} has no class {first} for {name}")
     attr = attr or name
     layers = owner.__mro__ if isinstance(owner, type) else (owner,)
     if any(attr in vars(layer) for layer in layers):
@@ -65,15 +67,31 @@ def vacancy(module: ModuleType, name: str) -> tuple[Any, str, Any]:
     return owner, attr, ABSENT
 
 
+def unimportable(name: str) -> tuple[Any, str, Any]:
+    """The place in sys.modules of a name that cannot be imported yet. Raises TargetMoved."""
+    home, _, last = name.rpartition(".")
+    try:
+        above = import_module(home)
+    except ImportError as error:
+        raise TargetMoved(f"{name}: {error}") from None
+    below = hasattr(above, "__path__") and find_spec(name)
+    if name in sys.modules or last in vars(above) or below:
+        raise TargetMoved(f"{name} exists")
+    return LOADED, name, ABSENT
+
+
+def _place(patch: Patch, module: ModuleType, qualname: str) -> tuple[Any, str, Any]:
+    if qualname in patch.importable:
+        return unimportable(qualname)
+    return (vacancy if qualname in patch.provided else locate)(module, qualname)
+
+
 def prepare(patch: Patch, module: ModuleType) -> list[Change]:
     """All changes of a patch, with nothing set yet.
 
     Raises TargetMoved when a name does not exist, TypeError for what must not be replaced.
     """
-    places = {
-        qualname: (vacancy if qualname in patch.provided else locate)(module, qualname)
-        for qualname in patch.factories
-    }
+    places = {qualname: _place(patch, module, qualname) for qualname in patch.factories}
     changes = []
     for qualname, (owner, attr, original) in places.items():
         if original is ABSENT:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
@@ -67,6 +67,27 @@ def parameters(function: object) -> frozenset[str]:
         return frozenset(inspect.signature(function).parameters)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return frozenset()
+
+
+def mentions(function: object) -> frozenset[str]:
+    """The names, attributes and texts in a function's code and in that of the functions inside it.
+
+    Decorators around the function are looked through. Empty for what has no Python code.
+    """
+    found, codes = set[str](), [getattr(inspect.unwrap(function), "__code__", None)]  # type: ignore[arg-type]
+    while codes:
+        if (code := codes.pop()) is not None:
+            found.update(code.co_names)
+            found.update(value for value in code.co_consts if isinstance(value, str))
+            codes += [value for value in code.co_consts if isinstance(value, CodeType)]
+    return frozenset(found)
+
+
+def without_accelerator(module: ModuleType) -> Probe:
+    """A probe: the patch is for machines without an accelerator. `module` has the name `torch`."""
+    if module.torch.accelerator.is_available():
+        return already_fixed("an accelerator is present")
+    return NEEDED
 
 
 def overlay(module: ModuleType, **names: object) -> ModuleType:
@@ -163,6 +184,7 @@ class Patch:
     doc: str = field(default="", init=False)
     factories: dict[str, Factory] = field(default_factory=dict, init=False)
     provided: set[str] = field(default_factory=set, init=False)
+    importable: set[str] = field(default_factory=set, init=False)
     examine: ProbeFunction = field(default_factory=lambda: lambda module: NEEDED, init=False)
 
     @property
@@ -207,8 +229,19 @@ class Patch:
     def provide(self, name: str) -> Callable[[_F], _F]:
         """Decorator for a factory `(None, module) -> object` of a name that does not exist.
 
-        A dotted name is that of an attribute of a class in `module`, else of a module which then
-        can be imported; any other is a name in `module`. Where it exists, the patch has moved.
+        `Class.attr` is an attribute of a class in `module`, any other a name in `module`. Where it
+        exists, the patch has moved.
         """
         self.provided.add(name)
+        return self.replace(name)
+
+    def provide_import(self, name: str) -> Callable[[_F], _F]:
+        """Decorator for a factory `(None, module) -> object` that `name` can be imported as.
+
+        `name` is dotted, and neither a module nor a name in one: `package.module`, or
+        `package.module.function`, which `from package.module import function` then finds. Only
+        sys.modules gets it; the module or package before the last dot stays as it is. Where the
+        name exists, the patch has moved.
+        """
+        self.importable.add(name)
         return self.replace(name)

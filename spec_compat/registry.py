@@ -17,6 +17,9 @@ from spec_compat.errors import PatchConflict, UnknownPatch
 from spec_compat.patching import Patch
 from spec_compat.versions import SOURCES, Environment, matches
 
+# The packages in which a patch may make a name importable that does not exist.
+IMPORTABLE = ("transformers", "vllm")
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -142,10 +145,11 @@ def _accept(patch_id: str, module: ModuleType) -> Patch:
     allowed = ["speculators"]
     if patch.stage == "serve":
         allowed.append("vllm")
-    if patch.provided == set(patch.factories):
+    if patch.provided | patch.importable == set(patch.factories):
         allowed += ["transformers", "torchvision"]
     if patch.module.partition(".")[0] not in allowed:
         raise PatchConflict(f"{patch_id}: {patch.module} is outside {' and '.join(allowed)}")
+    _check_provided(patch)
     if not patch.factories:
         raise PatchConflict(f"{patch_id}: replaces nothing")
     if unknown := sorted(set(patch.when) - set(SOURCES)):
@@ -155,6 +159,23 @@ def _accept(patch_id: str, module: ModuleType) -> Patch:
     except InvalidSpecifier as error:
         raise PatchConflict(f"{patch_id}: `when`: {error}") from None
     return patch
+
+
+def _check_provided(patch: Patch) -> None:
+    """Raise PatchConflict for a provided name that is none, or that is of another package."""
+    for name in sorted(patch.provided):
+        if name.count(".") > 1 or name.partition(".")[0] in IMPORTABLE:
+            raise PatchConflict(
+                f"{patch.id}: provides {name}, neither a name nor `Class.attr`; provide_import is "
+                "for what is imported by a name of its own"
+            )
+    for name in sorted(patch.importable):
+        root, dot, _ = name.partition(".")
+        if root not in IMPORTABLE or not dot or not all(map(str.isidentifier, name.split("."))):
+            raise PatchConflict(
+                f"{patch.id}: provide_import is for dotted names in {', '.join(IMPORTABLE)}, not "
+                f"{name}"
+            )
 
 
 def ordered(found: Iterable[Patch]) -> tuple[Patch, ...]:

@@ -55,7 +55,7 @@ def needed(module: ModuleType) -> Probe:
     return already_fixed("the module is there") if find_spec(NAME) else NEEDED
 
 
-@patch.provide(NAME)
+@patch.provide_import(NAME)
 def attention_mask(absent: None, module: ModuleType) -> ModuleType:
     provided = ModuleType(NAME, "Provided by spec_compat for speculators.")
     vars(provided).update(_prepare_4d_causal_attention_mask=causal_mask)

@@ -13,7 +13,7 @@ from spec_compat.patching import Patch
 patch = Patch(module="speculators", when={"speculators": ">=0.4,<0.5", "vllm": "<0.11.1"})
 
 
-@patch.provide("vllm.utils.hashing")
+@patch.provide_import("vllm.utils.hashing")
 def hashing(absent: None, module: ModuleType) -> ModuleType:
     import vllm.utils
 

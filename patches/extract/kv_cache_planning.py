@@ -8,35 +8,46 @@ Fix      `from module import name` looks for a loaded module of that whole name 
 Remove when speculators 0.3 and 0.4 are no longer supported.
 """
 
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import Patch
+from spec_compat.patching import NEEDED, Patch, Probe, already_fixed
 
 patch = Patch(module="speculators", when={"speculators": ">=0.3,<0.5", "vllm": ">=0.33"})
 
+HOME = "vllm.v1.core.kv_cache_utils"
 
-@patch.provide("vllm.v1.core.kv_cache_utils._get_kv_cache_groups_uniform_spec")
+
+@patch.probe
+def needed(module: ModuleType) -> Probe:
+    there = vars(import_module(HOME))
+    names = (name.rpartition(".")[2] for name in patch.importable)
+    return already_fixed("the functions are there") if all(n in there for n in names) else NEEDED
+
+
+@patch.provide_import(f"{HOME}._get_kv_cache_groups_uniform_spec")
 def groups_of_one_spec(absent: None, module: Any) -> Any:
     from vllm.v1.core.kv_cache_planning import _get_kv_cache_groups_uniform_spec
 
     return _get_kv_cache_groups_uniform_spec
 
 
-@patch.provide("vllm.v1.core.kv_cache_utils.get_kv_cache_config_from_groups")
+@patch.provide_import(f"{HOME}.get_kv_cache_config_from_groups")
 def config_from_groups(absent: None, module: Any) -> Any:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
 
     return get_kv_cache_config_from_groups
 
 
-@patch.provide("vllm.v1.core.kv_cache_utils.unify_hybrid_kv_cache_specs")
+@patch.provide_import(f"{HOME}.unify_hybrid_kv_cache_specs")
 def unify_hybrid_specs(absent: None, module: Any) -> Any:
     from vllm.v1.core.kv_cache_planning import unify_hybrid_kv_cache_specs
 
     return unify_hybrid_kv_cache_specs
 
 
-@patch.provide("vllm.v1.core.kv_cache_utils.get_kv_cache_groups")
+@patch.provide_import(f"{HOME}.get_kv_cache_groups")
 def groups(absent: None, module: Any) -> Any:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
 

@@ -1,4 +1,7 @@
-"""Extracts in this process and in vLLM's worker, and prints which of vLLM's attributes changed."""
+"""Extracts in this process and in vLLM's worker, and prints what of vLLM changed in either.
+
+That is: attributes of its modules and classes, and names of sys.modules that are not its own.
+"""
 
 import json
 import sys
@@ -62,6 +65,34 @@ def changed_in_worker(worker: Any) -> list[str]:
     return changed(now, now)
 
 
+def made_up() -> list[str]:
+    """The names under `vllm.` in sys.modules behind which there is no file or folder of vLLM's."""
+    home = tuple(sys.modules["vllm"].__path__)
+    found = []
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        folders = list(getattr(spec, "submodule_search_locations", None) or ())
+        places = [getattr(spec, "origin", None) or "", *folders]
+        if name.startswith("vllm.") and not any(place.startswith(home) for place in places):
+            found.append(name)
+    return sorted(found)
+
+
+def declared() -> list[str]:
+    """The names under `vllm.` that the patches which are in place here make importable."""
+    import spec_compat
+    from spec_compat import registry
+
+    applied = {o.id for o in spec_compat.report().outcomes if o.state == "applied"}
+    patches = [patch for patch in registry.patches() if patch.id in applied]
+    names = {name for patch in patches for name in patch.importable}
+    return sorted(name for name in names if name.startswith("vllm."))
+
+
+def names_in_worker(worker: Any) -> list[list[str]]:
+    return [made_up(), declared()]
+
+
 def main(model: str) -> None:
     before = attributes()
     import spec_compat  # noqa: F401
@@ -70,6 +101,7 @@ def main(model: str) -> None:
     generator = VllmHiddenStatesGenerator(model, layer_ids=[2, 4, 5, 7], max_model_len=512)
     rows = generator.generate([list(range(3, 90)), list(range(3, 40))])
     in_worker = generator.executor.collective_rpc(changed_in_worker)
+    named = generator.executor.collective_rpc(names_in_worker)
     after = attributes()
     print(
         json.dumps(
@@ -78,6 +110,8 @@ def main(model: str) -> None:
                 "attributes": len(after),
                 "driver": changed(before, after),
                 "workers": in_worker,
+                "made_up": [made_up(), *(found for found, _ in named)],
+                "declared": [declared(), *(said for _, said in named)],
             }
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.unit.world import RUN, World
 
 ARM = "import spec_compat, speculators.gen as gen\n"
+UNTOUCHED = Path(__file__).parents[1] / "live" / "untouched.py"
 PATCH = 'patch = Patch(module="speculators.gen", when={"speculators": ">=0.3"})\n'
 
 
@@ -443,7 +445,7 @@ PROVIDES = """
     def flag(absent, module):
         return (absent, module.__name__)
 
-    @patch.provide("vllm.hashing")
+    @patch.provide_import("vllm.hashing")
     def hashing(absent, module):
         made = ModuleType("vllm.hashing")
         made.digest = "sha256"
@@ -476,6 +478,41 @@ def test_a_name_that_exists_is_not_provided(world: World) -> None:
     world.write("speculators/__init__.py", "flag = 'its own'")
     got = world.run("import spec_compat, speculators\nanswer([speculators.flag, states()])")
     assert got == ["its own", {"extract/run": "moved"}]
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        ("vllm/hashing.py", "vllm.hashing exists"),  # though nobody has imported it yet
+        ("vllm/hashing/__init__.py", "vllm.hashing exists"),
+        ("vllm/__init__.py", "vllm.hashing exists"),
+    ],
+)
+def test_a_name_that_can_be_imported_is_not_provided(world: World, file: str, reason: str) -> None:
+    world.patch("extract/run", PROVIDES)
+    world.write(file, "hashing = 'its own'")
+    got = world.run(
+        "import spec_compat, speculators\nfrom vllm import hashing\n"
+        "(outcome,) = spec_compat.report().outcomes\n"
+        "answer([outcome.state, outcome.reason, getattr(hashing, 'hashing', hashing),"
+        " hasattr(speculators, 'flag')])"
+    )
+    assert got == ["moved", reason, "its own", False]
+
+
+def test_a_name_of_sys_modules_that_vllm_did_not_make_is_found(world: World) -> None:
+    """By what tests/live/test_untouched.py looks with."""
+    world.patch("extract/run", PROVIDES)
+    got = world.run(
+        f"""
+sys.path.insert(0, {str(UNTOUCHED.parent)!r})
+import vllm.config, spec_compat, {UNTOUCHED.stem}
+before = {UNTOUCHED.stem}.made_up()
+import speculators
+answer([before, {UNTOUCHED.stem}.made_up(), {UNTOUCHED.stem}.declared()])
+"""
+    )
+    assert got == [[], ["vllm.hashing"], ["vllm.hashing"]]
 
 
 def test_a_method_is_provided_and_taken_back(world: World) -> None:

@@ -27,6 +27,14 @@ def source(target: str = "f", **options: object) -> str:
     return f"patch = Patch({arguments})\n" + TARGET.format(target)
 
 
+def provides(name: str) -> str:
+    return source().replace("patch.replace", "patch.provide").replace('"f"', f'"{name}"')
+
+
+def imports(name: str) -> str:
+    return provides(name).replace("patch.provide", "patch.provide_import")
+
+
 @pytest.fixture
 def discover(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[object]:
     """A function from {path: source} to the patches, in order."""
@@ -75,6 +83,12 @@ def test_the_docstring_travels_with_the_patch(discover, tmp_path: Path) -> None:
         ({"extract/a.py": source(module="torchvision.io")}, "is outside speculators"),
         ({"extract/a.py": source(module="speculators_x")}, "is outside speculators"),
         ({"serve/a.py": source(module="torch")}, "torch is outside speculators and vllm"),
+        ({"extract/a.py": provides("vllm.config")}, "provide_import is for what is imported"),
+        ({"extract/a.py": provides("vllm.config.Class.run")}, "neither a name nor `Class.attr`"),
+        ({"train/a.py": provides("a.b.c")}, "provides a.b.c, neither a name nor `Class.attr`"),
+        ({"extract/a.py": imports("torch.new")}, "in transformers, vllm, not torch.new"),
+        ({"extract/a.py": imports("vllm")}, "provide_import is for dotted names"),
+        ({"extract/a.py": imports("vllm.a-b")}, "provide_import is for dotted names"),
         ({"extract/a.py": source(when={"numpy": ">1"})}, "`when` knows vllm, .*, not numpy"),
         ({"extract/a.py": source(when={"vllm": "0.16"})}, "extract/a: `when`: Invalid specifier"),
         ({"extract/a.py": source(after=("extract/b",))}, "extract/b, which is no patch"),

@@ -12,18 +12,16 @@ Remove when speculators 0.4 is no longer supported.
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, overlay
+from spec_compat.patching import Patch, Probe, already_fixed, overlay, without_accelerator
 
 patch = Patch(module="speculators.utils.util", when={"speculators": ">=0.4,<0.5"})
 
 
 @patch.probe
 def needed(module: ModuleType) -> Probe:
-    if module.torch.accelerator.is_available():
-        return already_fixed("an accelerator is present")
     if module.torch.accelerator.current_accelerator() is None:
         return already_fixed("torch was built for CPUs")
-    return NEEDED
+    return without_accelerator(module)
 
 
 @patch.replace("torch")

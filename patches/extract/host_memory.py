@@ -11,18 +11,12 @@ from types import ModuleType
 
 from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, overlay
 
+from ._host import host_memory
+
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
     when={"speculators": ">=0.3,<0.4"},
 )
-
-
-def host_memory() -> tuple[int, int]:
-    """Available and total memory of the host in bytes, as `torch.cuda.mem_get_info` orders them."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total
 
 
 @patch.probe

@@ -54,13 +54,15 @@ def kv_cache_config(original: Callable[..., Any], module: ModuleType) -> Callabl
         from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
         specs = kv_cache_groups  # see ungrouped: how they are grouped depends on the configuration
-        kwargs = {"kv_cache_specs": specs, **kwargs}
+        kwargs.pop("kv_cache_specs", None)
+        if "kv_cache_specs" in known:
+            kwargs["kv_cache_specs"] = specs
         limits = (getattr(vllm_config.cache_config, name, None) for name in LIMITS)
         return original(
             vllm_config=vllm_config,
             kv_cache_groups=get_kv_cache_groups(vllm_config, specs),
             available_memory=min([available_memory, *filter(None, limits)]),
-            **{name: value for name, value in kwargs.items() if name in known},
+            **kwargs,
         )
 
     return build

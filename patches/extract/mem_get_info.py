@@ -10,7 +10,9 @@ Remove when the in-process generator of speculators 0.4 is no longer supported.
 from collections.abc import Callable
 from types import ModuleType
 
-from spec_compat.patching import NEEDED, Patch, Probe, already_fixed
+from spec_compat.patching import Patch, without_accelerator
+
+from ._host import host_memory
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
@@ -18,21 +20,9 @@ patch = Patch(
 )
 
 
-@patch.probe
-def needed(module: ModuleType) -> Probe:
-    if module.torch.accelerator.is_available():
-        return already_fixed("an accelerator is present")
-    return NEEDED
+patch.probe(without_accelerator)
 
 
 @patch.replace("mem_get_info")
-def mem_get_info(
-    original: Callable[[], tuple[int, int]], module: ModuleType
-) -> Callable[[], tuple[int, int]]:
-    def host_memory() -> tuple[int, int]:
-        import psutil
-
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
-
+def mem_get_info(original: Callable[[], tuple[int, int]], module: ModuleType) -> object:
     return host_memory

@@ -43,8 +43,10 @@ def scheduler(original: type[Any], module: ModuleType) -> type[Any]:
             if sizes:
                 vllm_config.cache_config.block_size = min(sizes)
             kwargs.update(vllm_config=vllm_config, kv_cache_config=kv_cache_config)
-            kwargs.update(block_size=lcm(*sizes))
-            super().__init__(**{name: kwargs[name] for name in kwargs if name in known})
+            kwargs.pop("block_size", None)
+            if "block_size" in known:
+                kwargs["block_size"] = lcm(*sizes)
+            super().__init__(**kwargs)
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             computed = [

@@ -14,13 +14,20 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import Patch
+from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
     when={"speculators": ">=0.3,<0.5", "vllm": ">=0.11"},
     after=("extract/model-runner",),
 )
+
+
+@patch.probe
+def needed(module: ModuleType) -> Probe:
+    if "sliding_window" in parameters(module.CacheConfig):
+        return NEEDED
+    return moved("CacheConfig has no sliding_window")
 
 
 @patch.replace("VllmConfig")

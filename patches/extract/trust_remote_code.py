@@ -14,13 +14,21 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import Patch, asking_for_trust, trusts_remote_code
+from spec_compat.patching import NEEDED, Patch, Probe, asking_for_trust, moved, trusts_remote_code
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
     when={"speculators": ">=0.3,<0.5"},
     upstream="vllm-project/speculators#963",
 )
+
+
+@patch.probe
+def needed(module: ModuleType) -> Probe:
+    loaders = {name for name in vars(module) if name.startswith("Auto")}
+    if loaders == {"AutoConfig", "AutoTokenizer"}:
+        return NEEDED
+    return moved(f"it loads with {sorted(loaders)}")
 
 
 @patch.replace("AutoTokenizer")

@@ -9,13 +9,19 @@ Remove when speculators 0.3 and 0.4 are no longer supported.
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import Patch, asking_for_trust
+from spec_compat.patching import NEEDED, Patch, Probe, asking_for_trust, moved
 
 patch = Patch(
     module="speculators.data_generation.preprocessing",
     when={"speculators": ">=0.3,<0.5"},
     severity="optional",
 )
+
+
+@patch.probe
+def needed(module: ModuleType) -> Probe:
+    loaders = {name for name in vars(module) if name.startswith("Auto")}
+    return NEEDED if loaders == {"AutoTokenizer"} else moved(f"it loads with {sorted(loaders)}")
 
 
 @patch.replace("AutoTokenizer")

@@ -12,16 +12,12 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, overlay
+from spec_compat.patching import Patch, overlay, without_accelerator
 
 patch = Patch(module="speculators.train.checkpointer", when={"speculators": ">=0.3,<0.5"})
 
 
-@patch.probe
-def needed(module: ModuleType) -> Probe:
-    if module.torch.accelerator.is_available():
-        return already_fixed("an accelerator is present")
-    return NEEDED
+patch.probe(without_accelerator)
 
 
 @patch.replace("load_safetensors_state_dict")

@@ -12,16 +12,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, Patch, Probe, already_fixed
+from spec_compat.patching import Patch, without_accelerator
 
 patch = Patch(module="speculators.models.eagle3.attention", when={"speculators": ">=0.3,<0.5"})
 
 
-@patch.probe
-def needed(module: ModuleType) -> Probe:
-    if module.torch.accelerator.is_available():
-        return already_fixed("an accelerator is present")
-    return NEEDED
+patch.probe(without_accelerator)
 
 
 @patch.replace("flex_attention")
@@ -29,9 +25,21 @@ def flex_attention(original: Callable[..., Any], module: ModuleType) -> Callable
     torch = module.torch
 
     def attention(
-        query: Any, key: Any, value: Any, *, block_mask: Any, enable_gqa: bool, scale: Any, **_: Any
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        block_mask: Any,
+        enable_gqa: bool,
+        scale: Any,
+        score_mod: None = None,
     ) -> Any:
-        """query, key, value: [1, heads, tokens, head_dim]; returns the query's shape."""
+        """query, key, value: [1, heads, tokens, head_dim]; returns the query's shape.
+
+        Another argument is a TypeError, and so is a `score_mod`: it would be left out.
+        """
+        if score_mod is not None:
+            raise TypeError("dense attention knows no score_mod")
         zero = torch.zeros((), dtype=torch.long)
         queries = torch.arange(query.shape[2])[:, None]
         keys = torch.arange(key.shape[2])[None, :]

@@ -11,16 +11,12 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, Patch, Probe, already_fixed
+from spec_compat.patching import Patch, without_accelerator
 
 patch = Patch(module="speculators.train.trainer", when={"speculators": ">=0.3,<0.5"})
 
 
-@patch.probe
-def needed(module: ModuleType) -> Probe:
-    if module.torch.accelerator.is_available():
-        return already_fixed("an accelerator is present")
-    return NEEDED
+patch.probe(without_accelerator)
 
 
 @patch.replace("Trainer.__init__")

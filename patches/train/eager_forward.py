@@ -11,18 +11,16 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, Patch, Probe, already_fixed
+from spec_compat.patching import Patch, Probe, already_fixed, without_accelerator
 
 patch = Patch(module="speculators.models.eagle3.core", when={"speculators": ">=0.3,<0.4"})
 
 
 @patch.probe
 def needed(module: ModuleType) -> Probe:
-    if module.torch.accelerator.is_available():
-        return already_fixed("an accelerator is present")
     if not hasattr(module.Eagle3DraftModel.forward, "__wrapped__"):
         return already_fixed("the forward is not compiled")
-    return NEEDED
+    return without_accelerator(module)
 
 
 @patch.replace("Eagle3DraftModel.forward")

@@ -14,13 +14,30 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import Patch
+from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, mentions, moved
 
 patch = Patch(
     module="speculators.models.eagle3.core",
     when={"speculators": ">=0.3,<0.5"},
     after=("train/verifier-norm",),
 )
+
+
+FIELDS = {"logit_scale", "logits_scaling", "dim_model_base", "final_logit_softcapping"}
+
+
+@patch.probe
+def needed(module: ModuleType) -> Probe:
+    head = module.Eagle3DraftModel
+    setup, forward = mentions(head._setup_embeddings_and_lm_heads), mentions(head.forward)
+    known = sorted(FIELDS & (setup | forward))
+    if set(known) == FIELDS:
+        return already_fixed("the verifier's logits are scaled and capped")
+    if known:
+        return moved(f"of what changes the verifier's logits, {', '.join(known)} is looked at")
+    if "verifier_lm_head" not in forward:
+        return moved("targets are no output of verifier_lm_head")
+    return NEEDED
 
 
 @patch.replace("Eagle3DraftModel._setup_embeddings_and_lm_heads")

@@ -13,9 +13,16 @@ from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import Patch
+from spec_compat.patching import NEEDED, Patch, Probe, mentions, moved
 
 patch = Patch(module="speculators.train.trainer", when={"speculators": ">=0.3,<0.5"})
+
+
+@patch.probe
+def needed(module: ModuleType) -> Probe:
+    if "reset_parameters" in mentions(module.Trainer.setup_model):
+        return NEEDED
+    return moved("Trainer.setup_model does not reset what it has emptied")
 
 
 @patch.replace("apply_fully_sharded")

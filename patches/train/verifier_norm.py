@@ -21,6 +21,7 @@ from spec_compat.patching import (
     Patch,
     Probe,
     already_fixed,
+    mentions,
     moved,
     trusts_remote_code,
 )
@@ -37,9 +38,15 @@ NORM_WEIGHT = "model.norm.weight"
 
 @patch.probe
 def needed(module: ModuleType) -> Probe:
-    names = module.Eagle3DraftModel._setup_embeddings_and_lm_heads.__code__.co_names
+    head = module.Eagle3DraftModel
+    names, used = mentions(head._setup_embeddings_and_lm_heads), mentions(head.forward)
     if "verifier_lm_head" not in names:
         return moved("the verifier's lm_head is not set up there")
+    if ("verifier_norm" in names) != ("verifier_norm" in used):
+        return moved("verifier_norm is set up and not used, or used and not set up")
+    norms = [name for name in names if name.isidentifier() and "norm" in name.lower()]
+    if norms and "verifier_norm" not in names:
+        return moved(f"the verifier's norm has another name: {', '.join(sorted(norms))}")
     if "verifier_norm" in names and "_model_definitions" not in names:
         return already_fixed("the verifier's norm is not the draft's")
     return NEEDED

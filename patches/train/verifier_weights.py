@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import Patch
+from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
 
 from ._verifier import language_config, named
 
@@ -32,6 +32,21 @@ patch = Patch(
 )
 
 PLAIN = ("torch.bfloat16", "torch.float16", "torch.float32")
+
+
+# What `tensor_names` takes from the module of load_model_layers.
+LOADING = ("_resolve_file", "safe_open", "EntryNotFoundError")
+
+
+@patch.probe
+def needed(module: ModuleType) -> Probe:
+    load = module.load_model_layers
+    if parameters(load) != {"layer_names", "model_path"}:
+        return moved(f"load_model_layers takes {sorted(parameters(load))}")
+    loading = sys.modules[load.__module__]
+    if missing := [name for name in LOADING if not hasattr(loading, name)]:
+        return moved(f"{loading.__name__} has no {missing[0]}")
+    return NEEDED
 
 
 @patch.replace("AutoConfig")

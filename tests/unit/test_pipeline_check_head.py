@@ -3,8 +3,6 @@
 import copy
 import json
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from spec_compat.errors import UserError
 from spec_compat.pipeline.head.check import Head, Tensor, check_head, head_problems, read_head
 from spec_compat.pipeline.head.geometry import expected_shapes, mapping_problems
 from spec_compat.pipeline.head.releases import serving_problems
-from tests.unit.pipeline_inputs import make_verifier
 
 CONFIG: dict[str, Any] = {
     "speculators_model_type": "eagle3",
@@ -258,23 +255,6 @@ def test_a_cut_file_is_the_users_error(directory: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(UserError, match="not readable"):
         check_head(directory)
-
-
-def test_headers_are_read_without_torch(directory: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from spec_compat.cli import check, run\n"
-        "from spec_compat.pipeline.head.check import check_head\n"
-        "from spec_compat.pipeline.inputs.verifier import Verifier\n"
-        "Verifier(sys.argv[1]).check()\n"
-        "check_head(Path(sys.argv[2]))\n"
-        "print('torch' in sys.modules)\n"
-    )
-    given = (make_verifier(tmp_path / "whole"), directory)
-    asked = [sys.executable, "-c", code, *map(str, given)]
-    done = subprocess.run(asked, capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize(

@@ -41,25 +41,33 @@ def test_the_gpus_are_those_that_cuda_would_see(
 ) -> None:
     FakeNvml(A, B, C, uuids=UUIDS).install(monkeypatch, devices)
     assert gpus.visible() == expected
+    assert gpus.count() == len(expected)
 
 
 @pytest.mark.parametrize(
-    ("nvml", "devices", "expected"),
+    ("nvml", "devices", "count"),
     [
-        (FakeNvml(A, B, mig=(1,)), None, [A, None]),
-        (FakeNvml(A, B, mig=(1,)), "0", [A]),
-        (FakeNvml(A, B, mig=(1,)), "1", [None]),
-        (FakeNvml(A, B, mig=(1,)), "MIG-x,MIG-y", [None, None]),
-        (FakeNvml(A, B, mig=(1,)), "MIG-x,MIG-x", []),
-        (FakeNvml(None), None, [None]),
-        (FakeNvml(driver=False), "0,1", []),
+        (FakeNvml(A, B, mig=(1,)), None, 2),
+        (FakeNvml(A, B, mig=(1,)), "1", 1),
+        (FakeNvml(A, B, mig=(1,)), "MIG-x,MIG-y", 2),
+        (FakeNvml(A, B, mig=(1,)), "MIG-x,MIG-x", 0),
+        (FakeNvml(None), None, 1),
+        (FakeNvml(driver=False), "0,1", 0),
     ],
 )
-def test_a_gpu_whose_memory_is_unknown_is_counted(
-    nvml: FakeNvml, devices: str | None, expected: list[Gpu | None], monkeypatch: pytest.MonkeyPatch
+def test_where_memory_is_unknown_gpus_are_counted_all_the_same(
+    nvml: FakeNvml, devices: str | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvml.install(monkeypatch, devices)
-    assert gpus.visible() == expected
+    assert gpus.visible() == []
+    assert gpus.count() == count
+
+
+def test_without_mig_on_the_visible_gpu_its_memory_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    FakeNvml(A, B, mig=(1,)).install(monkeypatch, "0")
+    assert gpus.visible() == [A]
 
 
 @pytest.mark.parametrize(("devices", "ranks"), [("0", 1), ("0,2", 2), (None, 3)])

@@ -310,7 +310,3 @@ def test_a_command_that_cannot_stop_it_is_one_line(server: str) -> None:
         ) as pause,
     ):
         pause.before(TRAIN)
-
-
-def test_where_the_memory_of_a_gpu_is_unknown_nothing_is_refused() -> None:
-    servers.check_fits(config(tensor_parallel_size=2), [Gpu(10 * GIB, GIB), None])

@@ -84,8 +84,8 @@ class Verifier:
             return hub.find(self.model, name, commit or None)
         except Exception as error:
             raise self.error(
-                f"its {name} cannot be looked up or downloaded ({hub.cause(error)}); try again, or "
-                "set HF_HUB_OFFLINE=1 to use what the cache has"
+                f"whether it has a {name} is not known ({hub.cause(error)}); try again, or go on "
+                "with what has been downloaded by HF_HUB_OFFLINE=1"
             ) from None
 
     @cached_property

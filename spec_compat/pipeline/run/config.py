@@ -249,11 +249,12 @@ def read_toml(file: Path) -> dict[str, Any]:
         option = key.replace("-", "_")
         if option in options:
             raise UserError(f"--config {file}: {option!r} is there twice, with - and with _")
-        if option not in RunConfig.model_fields:
-            near = difflib.get_close_matches(option, RunConfig.model_fields, n=1)
+        options[option] = value
+    for key in options:
+        if key not in RunConfig.model_fields:
+            near = difflib.get_close_matches(key, RunConfig.model_fields, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UserError(f"--config {file}: no option is called {key!r}{hint}")
-        options[option] = value
     if isinstance(options.get("data"), str):
         options["data"] = [options["data"]]
     return options

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -43,7 +43,7 @@ class ServingPause:
         return self
 
     def before(self, stage: Stage[Any]) -> None:
-        """Stop the server, if told how. Raises UserError if the verifier does not fit."""
+        """Stop the server if there is a command for it. Raises UserError if nothing fits then."""
         config = self._config
         if not stage.gpus:
             return
@@ -108,11 +108,8 @@ class ServingPause:
             self._say(f"{flag('restart_server_cmd')}: it ended with exit code {code}")
 
 
-def check_fits(config: ResolvedConfig, gpus: Sequence[Gpu | None]) -> None:
-    """Raises UserError when the weights do not fit, or something else holds the memory.
-
-    Where there is no GPU, or the memory of one is unknown, there is nothing to compare with.
-    """
+def check_fits(config: ResolvedConfig, gpus: list[Gpu]) -> None:
+    """Raises UserError when the weights do not fit, or something else holds the memory."""
     if not gpus:
         return
     if len(gpus) < config.tensor_parallel_size:
@@ -120,19 +117,16 @@ def check_fits(config: ResolvedConfig, gpus: Sequence[Gpu | None]) -> None:
             f"{flag('tensor_parallel_size')} {config.tensor_parallel_size}: there are {len(gpus)} "
             "GPUs"
         )
-    taken = gpus[: config.tensor_parallel_size]  # vLLM takes the first ones
-    known = [gpu for gpu in taken if gpu is not None]
-    if len(known) < len(taken):
-        return
-    least, share = min(gpu.total for gpu in known), config.gpu_memory_utilization
+    gpus = gpus[: config.tensor_parallel_size]  # vLLM takes the first ones
+    least, share = min(gpu.total for gpu in gpus), config.gpu_memory_utilization
     verifier = Verifier(config.model, config.trust_remote_code)
     weights = verifier.weight_bytes // config.tensor_parallel_size
     if weights > share * least:
-        raise verifier.error(
-            f"its weights take {size(weights)} of each GPU, --gpu-memory-utilization {share:g} "
-            f"allows {size(int(share * least))} of {size(least)}"
+        raise UserError(
+            f"--model {config.model}: its weights take {size(weights)} of each GPU, "
+            f"--gpu-memory-utilization {share:g} allows {size(int(share * least))} of {size(least)}"
         )
-    if gpu := held(config, known):
+    if gpu := held(config, gpus):
         problem = (
             f"--gpu-memory-utilization {share:g} needs {size(int(share * gpu.total))}, "
             f"{size(gpu.free)} of {size(gpu.total)} are free"
@@ -145,10 +139,10 @@ def check_fits(config: ResolvedConfig, gpus: Sequence[Gpu | None]) -> None:
         raise UserError(f"the GPUs are in use: {problem}")
 
 
-def held(config: ResolvedConfig, gpus: Sequence[Gpu | None]) -> Gpu | None:
+def held(config: ResolvedConfig, gpus: list[Gpu]) -> Gpu | None:
     """The first of vLLM's GPUs with less free memory than it is allowed to take."""
     share = config.gpu_memory_utilization
-    taken = [gpu for gpu in gpus[: config.tensor_parallel_size] if gpu is not None]
+    taken = gpus[: config.tensor_parallel_size]
     return next((gpu for gpu in taken if gpu.free < share * gpu.total), None)
 
 

@@ -67,7 +67,7 @@ def tables(made: Trained) -> list[Table]:
 
 
 def ranks(config: ResolvedConfig) -> int:
-    return config.train_gpus or len(gpus.visible())
+    return config.train_gpus or gpus.count()
 
 
 TRAIN = Stage(

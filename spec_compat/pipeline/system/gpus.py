@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -17,28 +18,40 @@ class Gpu:
     free: int
 
 
-def visible() -> list[Gpu | None]:
+def count() -> int:
+    """The number of visible GPUs; a MIG device counts as one."""
+    with _handles() as (_, handles):
+        return len(handles)
+
+
+def visible() -> list[Gpu]:
     """The visible GPUs in CUDA's order (by PCI bus where CUDA_VISIBLE_DEVICES is not set).
 
-    None for one whose memory is unknown: a MIG device has a part of its GPU's memory, and some
-    GPUs share the memory of the host. Without a driver there are no GPUs.
+    Empty where the memory of one of them is unknown: a MIG device has a part of its GPU's memory,
+    and some GPUs share the memory of the host.
     """
+    with _handles() as (nvml, handles):
+        gpus = [_gpu(nvml, handle) for handle in handles]
+    known = [gpu for gpu in gpus if gpu is not None]
+    return known if len(known) == len(gpus) else []
+
+
+@contextmanager
+def _handles() -> Iterator[tuple[ModuleType, list[Any]]]:
+    """NVML and its handles of the visible GPUs, None for a MIG device; none without a driver."""
     import pynvml
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        return [_gpu(pynvml, handle) for handle in _selected(pynvml)]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
+    with ExitStack() as stack:
+        handles: list[Any] = []
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            stack.callback(pynvml.nvmlShutdown)
+            handles = _selected(pynvml)
+        yield pynvml, handles
 
 
 def _selected(nvml: ModuleType) -> list[Any]:
-    """Handles of the GPUs that CUDA_VISIBLE_DEVICES selects, None for a MIG device; all if not set.
+    """The handles that CUDA_VISIBLE_DEVICES selects; all where it is not set.
 
     As in CUDA, a name is an index, a UUID, or a prefix of exactly one UUID. Any other name ends
     the list, and a GPU that is named twice empties it.
@@ -50,12 +63,14 @@ def _selected(nvml: ModuleType) -> list[Any]:
     by_uuid = {nvml.nvmlDeviceGetUUID(handle): handle for handle in handles}
     selected: list[str] = []
     for name in map(str.strip, devices.split(",")):
+        prefix = name if name.startswith("GPU-") else None
+        uuids = [
+            uuid
+            for index, uuid in enumerate(by_uuid)
+            if name == str(index) or (prefix and uuid.startswith(prefix))
+        ]
         if name.startswith("MIG-"):
             uuids = [name]
-        elif name.startswith("GPU-"):
-            uuids = [uuid for uuid in by_uuid if uuid.startswith(name)]
-        else:
-            uuids = [uuid for index, uuid in enumerate(by_uuid) if str(index) == name]
         if len(uuids) != 1:
             break
         selected += uuids
@@ -65,6 +80,7 @@ def _selected(nvml: ModuleType) -> list[Any]:
 
 
 def _gpu(nvml: ModuleType, handle: Any) -> Gpu | None:
+    """None where the memory that CUDA would see is unknown."""
     if handle is None:
         return None
     with suppress(nvml.NVMLError):  # of a GPU that has no MIG

@@ -4,7 +4,8 @@ Symptom  RuntimeError: libtcmalloc is not found in LD_PRELOAD.
 Cause    vLLM 0.18.0 and 0.18.1 want `libtcmalloc` and, on x86, `libiomp` preloaded; before, nothing
          was asked, and since 0.19.0 it is a warning. What is looked at is the variable alone.
 Fix      In the worker, which is running by then, the variable names the libraries that it lacks:
-         nothing is loaded by it. Someone who preloads them gets their speed as before.
+         nothing is loaded by it. Someone who preloads them gets their speed as before. This cannot
+         be undone: undo takes away the name that is provided, and leaves the variable as it is.
 Remove when vLLM 0.18 is no longer supported.
 """
 

@@ -7,7 +7,9 @@ Cause    `_verify_args` compares the verifier's model_type with a list, which ha
          on. The layers are part of the graph's key from 0.17.0 on.
 Fix      The function asks `any(name in model_type for name in list)`; the name `any` in its module
          says yes for these model types too. (pydantic keeps the function itself, so that to replace
-         it in the class would change nothing.) The layers are added to the key.
+         it in the class would change nothing.) It sees `self` among the locals of the generator
+         that it is given, which the probe looks for. The layers are added to the key. Where the
+         probe says moved, the way out is vLLM 0.18.0 or newer, which needs no patch.
 Remove when vLLM 0.17 is no longer supported.
 """
 
@@ -16,7 +18,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps
 from hashlib import sha256
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, moved
@@ -32,7 +34,14 @@ def needed(module: ModuleType) -> Probe:
     constants = str(code.co_consts)
     if "deepseek_v3" in constants:
         return already_fixed("the list has them")
-    if "'llama'" not in constants or "any" not in code.co_names:
+    asking = [
+        inner
+        for inner in code.co_consts
+        if isinstance(inner, CodeType)
+        and "self" in inner.co_freevars
+        and "model_type" in inner.co_names
+    ]
+    if "'llama'" not in constants or "any" not in code.co_names or not asking:
         return moved("_verify_args compares the model_type in another way")
     return NEEDED
 

@@ -15,8 +15,7 @@ from spec_compat.patching import Patch, Verdict, mentions
 UNPROBED = {
     "extract/capture": "each row that it captures is proven by lm_head against vLLM's own token; "
     "a name that is gone is moved",
-    "extract/executor": "without the rows that it fetches there are none; sample_tokens of vLLM "
-    "is called once a step whoever asks",
+    "extract/executor": "nothing of the generate() that it replaces runs, and every row is proven",
     "extract/hashing": "it is for one release, and the name must not exist: else it is moved",
     "extract/kv-cache-config": "its targets are names that the generator imports, moved when they "
     "go; an argument that vLLM does not take, or misses, is a TypeError",
@@ -24,11 +23,8 @@ UNPROBED = {
     "extract/model-runner": "capture reads the order of either runner, and proves every row",
     "extract/preload": "it is for two releases; the variable that it sets is read by nothing else "
     "in a worker that runs already",
-    "extract/reply-shape": "another reply than a list of layers is an AttributeError; a row is "
-    "given out only at its own place and with its own length",
     "extract/scheduler": "every row is proven and has all of its tokens; an argument that vLLM "
     "does not take, or misses, is a TypeError",
-    "extract/single-reply": "it is for one release; a reply that is no list is a TypeError",
 }
 
 
@@ -83,10 +79,6 @@ FOUND: dict[str, list[tuple[Any, Verdict]]] = {
             Verdict.NEEDED,
         ),
         (SimpleNamespace(Trainer=SimpleNamespace(setup_model=code("to_empty"))), Verdict.MOVED),
-    ],
-    "extract/row-order": [
-        (SimpleNamespace(VllmHiddenStatesGenerator=SimpleNamespace(generate=generate)), verdict)
-        for generate, verdict in ((code("sorted"), Verdict.NEEDED), (code(), Verdict.ALREADY_FIXED))
     ],
     "extract/sliding-window": [
         (SimpleNamespace(CacheConfig=lambda sliding_window: None), Verdict.NEEDED),

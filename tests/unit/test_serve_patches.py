@@ -124,6 +124,12 @@ def test_a_list_that_has_them_is_left_alone() -> None:
         def _verify_args(self) -> bool:
             return "llama" in "kimi_k2"
 
+    class OfALocalName:
+        def _verify_args(self) -> bool:
+            model_type = "kimi_k2"
+            return any(name in model_type for name in ["llama", "qwen"])
+
     examine = registry.get("serve/eagle3-config").examine
+    assert examine(module(SpeculativeConfig=OfALocalName)).verdict is Verdict.MOVED
     assert examine(module(SpeculativeConfig=Fixed)).verdict is Verdict.ALREADY_FIXED
     assert examine(module(SpeculativeConfig=Otherwise)).verdict is Verdict.MOVED

@@ -254,8 +254,8 @@ class EndingQueue(Queue):  # type: ignore[type-arg]
     through a socket in the directory for temporary files, and each may be full.
     """
 
-    def __init__(self, context: EndingContext) -> None:
-        super().__init__(ctx=context)
+    def __init__(self, maxsize: int, context: EndingContext) -> None:
+        super().__init__(maxsize, ctx=context)
         self._losing = context.losing
 
     def _on_queue_feeder_error(self, error: Exception, batch: object) -> None:
@@ -273,7 +273,7 @@ class EndingContext(ForkContext):
         self.losing = losing
 
     def Queue(self, maxsize: int = 0) -> EndingQueue:  # noqa: N802
-        return EndingQueue(self)
+        return EndingQueue(maxsize, self)
 
 
 def seed_everything(seed: int) -> None:

@@ -43,3 +43,11 @@ def test_every_loader_gives_the_same_tokens(tmp_path: Path) -> None:
     assert all(record["cpu_seconds"] > 0 for record in content["results"].values())
     compared = [f"{case}/speculators" for case in ("rows", "shards", "fp8", "zstd")]
     assert {ratio.split(" in ")[0] for ratio in content["ratios"]} == set(compared)
+
+
+def test_every_trainer_has_the_same_losses(tmp_path: Path) -> None:
+    cases = ["--cases", "speculators,loss,float32", "--tiny", "--steps", "2"]
+    found = results("bench_train", *cases, directory=tmp_path)["results"]
+    expected = found["speculators"]["curve"]
+    assert found["float32"]["curve"] == pytest.approx(expected, rel=1e-3)
+    assert found["loss"]["curve"] == pytest.approx(expected, rel=1e-2)

@@ -17,7 +17,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, parameters
+from spec_compat.patching import NEEDED, Patch, Probe, moved, parameters
 
 patch = Patch(
     module="speculators.data_generation.vllm_hidden_states_generator",
@@ -31,9 +31,9 @@ SEQUENCES = 256
 
 @patch.probe
 def needed(module: ModuleType) -> Probe:
-    if "is_encoder_decoder" in parameters(module.SchedulerConfig):
+    if "max_num_seqs" in parameters(module.SchedulerConfig):
         return NEEDED
-    return already_fixed("SchedulerConfig has no is_encoder_decoder")
+    return moved("SchedulerConfig has no max_num_seqs")
 
 
 @patch.replace("SchedulerConfig")

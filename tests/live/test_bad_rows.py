@@ -54,6 +54,13 @@ def test_of_a_step_with_a_missing_row_shards_are_written_anew_as_a_whole(
     assert (list(step.rows), step.keep) == ([0, 1, 2, 3], [0, 1, 2, 3])
 
 
+def test_files_that_a_killed_writer_left_half_written_go(store: Store) -> None:
+    part = store.directory / ".data_0.pt.part"
+    part.touch()
+    Store(store.directory, store.prepared, RowFiles())
+    assert not part.exists()
+
+
 def test_the_list_of_shards_that_earlier_runs_wrote_goes(store: Store) -> None:
     file = store.directory / "index.json"
     file.write_text("{}")

@@ -57,6 +57,15 @@ def test_a_row_that_another_file_has_by_now_stays_when_its_first_one_is_written_
         assert [there.holder(row) for row in there] == ["shard_0"] * 3 + ["shard_3"] * 3
 
 
+def test_rows_that_a_file_has_no_more_when_it_is_written_anew_are_missing(tmp_path: Path) -> None:
+    index = Index(tmp_path)
+    for rows in (range(6), range(3)):
+        (tmp_path / "shard_0").write_text(f"{len(rows)} rows")
+        index.add("shard_0", atomic.sha256(tmp_path / "shard_0"), dict.fromkeys(rows, 1))
+    for there in (index, Index(tmp_path)):
+        assert list(there) == [0, 1, 2]
+
+
 def test_a_cut_last_line_costs_its_rows_alone(written: Path) -> None:
     file = Index(written).file
     whole = file.read_bytes()

@@ -16,8 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from spec_compat.patching import Patch
-
-from ._dtype import train_dtype
+from spec_compat.precision import train_dtype
 
 patch = Patch(
     module="speculators.train.trainer", when={"speculators": ">=0.3,<0.5"}, severity="optional"

@@ -5,7 +5,7 @@ Cause    `Trainer` neither casts anything nor allows TF32, unless it has several
          has trained with autocast since pull request 711.
 Fix      The forward runs under autocast: matrix products in bfloat16, with weights, gradients,
          optimizer and residual stream in float32. SPEC_COMPAT_TRAIN_DTYPE chooses; see
-         `_dtype.train_dtype`. Where it is tf32, products are rounded to that during the epochs.
+         `spec_compat.precision`. Where it is tf32, products are rounded to that during the epochs.
 Remove when speculators 0.3 and 0.4 are no longer supported.
 """
 
@@ -17,8 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from spec_compat.patching import NEEDED, Patch, Probe, already_fixed, mentions
-
-from ._dtype import train_dtype
+from spec_compat.precision import train_dtype
 
 patch = Patch(
     module="speculators.models.eagle3.core",

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,4 +67,4 @@ def test_ids_beyond_the_verifiers_embeddings_are_refused(tiny_llama: Path, tmp_p
         config=chosen.config, layout=layout, events=Events(), verifier=chosen.verifier
     )
     with pytest.raises(UserError, match=r"model: its tokenizer gives the id \d+, and it has embe"):
-        prepare._prepare(job, chosen.datasets[0], tmp_path / "prepared", scratch)
+        prepare.prepare_dataset(job, chosen.datasets[0], tmp_path / "prepared", scratch, Random(0))

@@ -295,5 +295,7 @@ def test_a_shipped_patch_imports_what_patches_may_and_the_standard_library(file:
             names |= {dots + (node.module or alias.name) for alias in node.names}
     foreign = {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
     beside = {name for name in foreign if name.startswith("._")}
-    ours = {f"spec_compat.{name}" for name in ("patching", "capture", "files", "wrappers")}
+    ours = {
+        f"spec_compat.{name}" for name in ("patching", "capture", "files", "precision", "wrappers")
+    }
     assert {name for name in foreign - beside if ".".join(name.split(".")[:2]) not in ours} == set()

@@ -128,6 +128,11 @@ class RunConfig(BaseModel):
 
     epochs: int = Field(20, description="Epochs.", ge=1)
     lr: float = Field(1e-4, description="Peak learning rate.", gt=0)
+    train_dtype: Literal["float32", "tf32", "bf16"] | None = Field(
+        None,
+        description="Precision of the matrix products in training; weights, optimizer and loss are "
+        "in float32 (default: bf16 where the GPU has it, else float32).",
+    )
     ttt_steps: int = Field(3, description="Tokens drafted in a row while training.", ge=1)
     ttt_step_loss_decay: float = Field(
         1.0,

@@ -84,6 +84,8 @@ def job(run: Path, events: Events) -> Job:
     config = ResolvedConfig.model_validate(manifest.options)
     # Patches read it, in this process and in vLLM's workers.
     os.environ["SPEC_COMPAT_TRUST_REMOTE_CODE"] = str(int(config.trust_remote_code))
+    if config.train_dtype is not None:
+        os.environ["SPEC_COMPAT_TRAIN_DTYPE"] = config.train_dtype
     return Job(config, layout, name_datasets(config.data), manifest, events)
 
 

@@ -34,10 +34,11 @@ class Trained(Result):
     following_acceptance: list[float] | None = None
     own_answers: float | None = None
     waited_for_data: float | None = None
+    train_dtype: str | None = None
 
 
 def summary(made: Trained) -> str:
-    steps = f"{made.steps:,} steps, {made.epochs} epochs"
+    steps = f"{made.steps:,} steps, {made.epochs} epochs in {made.train_dtype or 'float32'}"
     waited = made.waited_for_data
     return steps if waited is None else f"{steps}, {waited:.1%} waiting for data"
 
@@ -76,9 +77,9 @@ TRAIN = Stage(
     writes=("checkpoints", "logs/metrics.jsonl"),
     after=(EXTRACT, MAP),
     options=(
-        "epochs", "lr", "ttt_steps", "ttt_step_loss_decay", "use_off_policy_tokens", "num_layers",
-        "draft_heads", "draft_kv_heads", "draft_head_dim", "draft_intermediate_size", "noise_std",
-        "total_seq_len", "val_ratio",
+        "epochs", "lr", "train_dtype", "ttt_steps", "ttt_step_loss_decay", "use_off_policy_tokens",
+        "num_layers", "draft_heads", "draft_kv_heads", "draft_head_dim", "draft_intermediate_size",
+        "noise_std", "total_seq_len", "val_ratio",
     ),
     packages=("speculators",),
     inputs=lambda plan: {"model": plan.model},

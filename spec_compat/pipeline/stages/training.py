@@ -36,6 +36,7 @@ from spec_compat.pipeline.stages.loader import loader, seed_everything
 from spec_compat.pipeline.stages.train import Trained
 from spec_compat.pipeline.stages.trainer import GuardedTrainer
 from spec_compat.pipeline.system import atomic, disk
+from spec_compat.precision import train_dtype
 
 # Tokens of a batch where nothing asks for another size: attention on a CPU is dense.
 BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
@@ -112,6 +113,7 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
         tokens=config.epochs * sum(lengths),
         tokens_per_second=round(trained / seconds, 1),
         waited_for_data=round(train_loader.waited / seconds, 4),
+        train_dtype=train_dtype(torch),
         epochs=config.epochs,
         steps=metrics.steps,
         ttt_steps=config.ttt_steps,

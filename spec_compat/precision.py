@@ -1,4 +1,6 @@
-"""The precision in which a draft head is trained."""
+"""The precision in which a draft head is trained; patches and the pipeline ask here."""
+
+from __future__ import annotations
 
 import os
 from types import ModuleType

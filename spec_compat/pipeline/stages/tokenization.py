@@ -49,7 +49,7 @@ def run(job: Job) -> Prepared:
         # A cache of this run alone: a shared one would answer for a file that has changed since.
         scratch = prepared.with_name(".cache")  # short: its path becomes a file's name
         with atomic.replacing_directory(prepared) as directory, _emptied(scratch):
-            found, digests[dataset.name] = _prepare(job, dataset, directory, scratch, draws)
+            found, digests[dataset.name] = prepare_dataset(job, dataset, directory, scratch, draws)
         counts.update(found)
         for file in sorted(job.layout.prepared(dataset.name).iterdir()):
             outputs[job.layout.relative(file)] = atomic.sha256(file)
@@ -90,7 +90,7 @@ def _emptied(scratch: Path) -> Iterator[None]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _prepare(
+def prepare_dataset(
     job: Job, dataset: Dataset, directory: Path, scratch: Path, draws: random.Random
 ) -> tuple[Counter[str], str]:
     config, events = job.config, job.events

@@ -27,9 +27,6 @@ UNPROBED = {
     "does not take, or misses, is a TypeError",
     "train/attention-dtype": "a cast to the dtype that a tensor has already changes nothing",
     "train/frozen-weights": "weights that are in bfloat16 already stay as they are",
-    "train/fused-optimizer": "an optimizer that is fused already stays so",
-    "train/gradients": "gradients that were freed already are freed again",
-    "train/precision": "autocast inside the same autocast changes nothing",
     "train/tf32": "a precision that is set already is set again",
 }
 

@@ -159,7 +159,8 @@ def on_device(batches: Counted) -> Callable[[int], None]:
     def epoch(number: int) -> None:
         for batch in batches:
             for value in batch.values():
-                value.to(device, non_blocking=True)
+                if isinstance(value, torch.Tensor):
+                    value.to(device, non_blocking=True)
 
     return epoch
 

@@ -25,9 +25,6 @@ UNPROBED = {
     "in a worker that runs already",
     "extract/scheduler": "every row is proven and has all of its tokens; an argument that vLLM "
     "does not take, or misses, is a TypeError",
-    "train/attention-dtype": "a cast to the dtype that a tensor has already changes nothing",
-    "train/frozen-weights": "weights that are in bfloat16 already stay as they are",
-    "train/tf32": "a precision that is set already is set again",
 }
 
 

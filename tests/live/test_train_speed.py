@@ -9,12 +9,12 @@ import torch
 
 import spec_compat  # noqa: F401
 from spec_compat.patches.train import (
-    _dtype,
     frozen_weights,
     fused_optimizer,
     late_metrics,
     sharded_precision,
 )
+from spec_compat.precision import train_dtype
 from tests.live.test_masked_loss import MASKS, batch
 from tests.live.test_train_patches import new_head
 
@@ -144,9 +144,9 @@ def test_the_precision_is_float32_without_a_gpu_and_what_is_asked_for(
 ) -> None:
     monkeypatch.delenv("SPEC_COMPAT_TRAIN_DTYPE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert _dtype.train_dtype(torch) == "float32"
+    assert train_dtype(torch) == "float32"
     monkeypatch.setenv("SPEC_COMPAT_TRAIN_DTYPE", "tf32")
-    assert _dtype.train_dtype(torch) == "tf32"
+    assert train_dtype(torch) == "tf32"
     monkeypatch.setenv("SPEC_COMPAT_TRAIN_DTYPE", "fp16")
     with pytest.raises(ValueError, match="float32, tf32, bf16"):
-        _dtype.train_dtype(torch)
+        train_dtype(torch)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -99,16 +100,18 @@ def test_nobody_waits_for_a_runner_that_is_gone() -> None:
         Events(path)
 
 
+@pytest.mark.parametrize("name", ["d" * 120, "\N{CJK UNIFIED IDEOGRAPH-76EE}" * 30])
 def test_a_long_name_of_the_temporary_directory_is_no_hindrance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A socket's name has 107 bytes at most."""
-    long = tmp_path / ("d" * 120)
-    long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    with channel() as events:
-        Events(events.path).note("arrives")
-        assert list(events.receive(1)) == [Note(text="arrives")]
+    """A socket's name has 107 bytes at most, and a letter up to four of them."""
+    with tempfile.TemporaryDirectory() as short:
+        long = Path(short, name)
+        long.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(long))
+        with channel() as events:
+            Events(events.path).note("arrives")
+            assert list(events.receive(1)) == [Note(text="arrives")]
 
 
 def test_without_a_path_nothing_is_sent() -> None:

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -476,7 +477,17 @@ def test_the_code_of_a_patch_counts_and_its_words_do_not(
     assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"a": 1}',
+        "\xff",
+        "[" * 100_000,
+        '{"schema_version": 1, "stages": {"map": {"started": "now"}}}',
+    ],
+)
 def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match="not the manifest of a run"):
@@ -533,6 +544,20 @@ def test_a_directory_with_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match="not empty, and not the directory of a run"):
         manifest.find(tmp_path, STAGES)
+
+
+def test_a_run_that_was_killed_before_its_manifest_was_whole_begins_again(root: Path) -> None:
+    begun = Layout(root / "run")
+    begun.root.mkdir()
+    (begun.root / ".lock").touch()
+    # As a kill leaves it: nothing is removed.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *paths: sys.exit("killed"))
+        patch.setattr(Path, "unlink", lambda *args, **kwargs: None)
+        with pytest.raises(SystemExit, match="killed"):
+            manifest.begin(planned(root)).save(begun)
+    assert len(list(begun.root.iterdir())) == 2
+    assert manifest.find(begun.root, STAGES) is None
 
 
 def test_a_file_in_the_place_of_the_output_is_refused(tmp_path: Path) -> None:

@@ -178,6 +178,14 @@ class RunConfig(BaseModel):
         None, description="Name of the verifier in the head's config.json (default: --model)."
     )
 
+    @field_validator("max_disk", mode="before")
+    @classmethod
+    def _check_max_disk(cls, value: Any) -> Any:
+        # ByteSize reads how the text begins and leaves the rest: 1,000GB would be one byte.
+        if isinstance(value, str) and not re.fullmatch(r"\s*\d*\.?\d+\s*\w*\s*", value):
+            raise ValueError("a size, as 500GB")
+        return value
+
     @field_validator("assistant_pattern")
     @classmethod
     def _check_assistant_pattern(cls, value: str | None) -> str | None:

@@ -7,6 +7,7 @@ When the runner is gone, sending raises: a stage never waits for a runner that n
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -140,7 +141,8 @@ class Channel:
 @contextmanager
 def channel() -> Iterator[Channel]:
     """A channel in a private directory, which is removed with all that is in it."""
-    place = None if len(tempfile.gettempdir()) <= LONGEST_DIRECTORY else SHORT_DIRECTORY
+    short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_DIRECTORY
+    place = None if short else SHORT_DIRECTORY
     with tempfile.TemporaryDirectory(
         prefix="sc-", dir=place, ignore_cleanup_errors=True
     ) as directory:

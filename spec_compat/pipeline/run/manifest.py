@@ -119,7 +119,8 @@ def find(output: Path, stages: Iterable[Stage[Any]]) -> Manifest | None:
         return _read(file, stages)
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output}: this is a file")
-    if output.is_dir() and any(path.name != ".lock" for path in output.iterdir()):
+    begun = (".lock", atomic.temporary_of(file).name)  # a run that was killed at once
+    if output.is_dir() and any(path.name not in begun for path in output.iterdir()):
         raise UserError(f"--output {output}: not empty, and not the directory of a run")
     parent = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -150,7 +151,8 @@ def _read(file: Path, stages: Iterable[Stage[Any]]) -> Manifest:
         return Manifest.model_validate({**content, "schema_version": SCHEMA})
     except OSError as error:
         raise UserError(f"{file}: {(error.strerror or str(error)).lower()}") from None
-    except (ValueError, AttributeError, TypeError):  # also what json and pydantic raise
+    except (ValueError, AttributeError, TypeError, LookupError, RecursionError):
+        # Those that json and pydantic raise are among them.
         raise UserError(f"{file}: not the manifest of a run; {REMEDY}") from None
 
 

@@ -11,7 +11,15 @@ from typing import BinaryIO, NamedTuple
 
 from spec_compat.files import sha256, sync
 
-__all__ = ["Stamp", "replacing", "replacing_directory", "sha256", "sync", "write_text"]
+__all__ = [
+    "Stamp",
+    "replacing",
+    "replacing_directory",
+    "sha256",
+    "sync",
+    "temporary_of",
+    "write_text",
+]
 
 
 class Stamp(NamedTuple):
@@ -33,7 +41,7 @@ class Stamp(NamedTuple):
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A stream whose content takes `path`'s place, synced, when the block ends without an error."""
-    temporary = _temporary(path)
+    temporary = temporary_of(path)
     try:
         with temporary.open("wb") as stream:
             yield stream
@@ -53,7 +61,7 @@ def replacing_directory(path: Path) -> Iterator[Path]:
     A link to a directory stays one: what takes a place is what it leads to.
     """
     path = path.resolve()
-    temporary = _temporary(path)
+    temporary = temporary_of(path)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -74,5 +82,6 @@ def write_text(path: Path, text: str) -> None:
         stream.write(text.encode("utf-8"))
 
 
-def _temporary(path: Path) -> Path:
+def temporary_of(path: Path) -> Path:
+    """Where the content of a path lies until it is whole; a kill may leave it there."""
     return path.with_name(f".{path.name}.part")

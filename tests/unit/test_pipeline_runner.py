@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,18 @@ from rich.console import Console
 
 from spec_compat.errors import UserError
 from spec_compat.pipeline.rows.index import Index
-from spec_compat.pipeline.run import config, display, plan, process
+from spec_compat.pipeline.run import config, display, events, manifest, plan, process, runner
 from spec_compat.pipeline.run.display import Display
 from spec_compat.pipeline.run.events import Failed, Note
 from spec_compat.pipeline.run.layout import Layout
+from spec_compat.pipeline.run.lock import locked
 from spec_compat.pipeline.run.manifest import Manifest
 from spec_compat.pipeline.run.runner import Run
 from spec_compat.pipeline.run.stage import selected
 from spec_compat.pipeline.stages import STAGES, entry
 from spec_compat.pipeline.system import atomic, processes
+from spec_compat.pipeline.system.gpus import Gpu
+from tests.unit.nvml import FakeNvml
 from tests.unit.pipeline_inputs import MADE, make_data, make_verifier
 
 
@@ -169,6 +174,8 @@ import hashlib, json, os, sys
 from pathlib import Path
 from spec_compat.pipeline.run.events import Events, Finished
 stage, root, events = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+if os.environ.get("KILLED") == f"{stage} at first":
+    os.kill(os.getpid(), 9)
 names = {"prepare": "prepared", "extract": "gen/d", "map": "vocab_mapping", "train": "checkpoints"}
 place = root / names.get(stage, "head")
 place.mkdir(parents=True, exist_ok=True)
@@ -180,6 +187,8 @@ made = (place / "made").read_bytes()
 outputs = {str((place / "made").relative_to(root)): hashlib.sha256(made).hexdigest()}
 result = json.loads(sys.argv[4]) | {"digest": os.environ.get("DIGEST", "same"), "outputs": outputs}
 Events(events).send(Finished(result={**result, "parts": {"d": "the same tokens"}}))
+if os.environ.get("KILLED") == f"{stage} at last":
+    os.kill(os.getpid(), 9)
 """
 Made = Callable[..., Manifest]
 
@@ -231,6 +240,77 @@ def test_with_other_inputs_nothing_is_kept(
     assert found(tmp_path, "map") == []
     unfinished = [stage for stage, record in done.stages.items() if not record.finished]
     assert unfinished == ["train"]
+
+
+def test_a_stage_is_recorded_before_it_is_done(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it leaves belongs to these inputs; its former result stands for the stages after it."""
+    monkeypatch.setenv("KILLED", "map at first")
+    with pytest.raises(process.StageFailed, match="map: killed by SIGKILL"):
+        made("map", "map", draft_vocab_size=64)
+    left = manifest.find(tmp_path / "run", STAGES)
+    assert left is not None
+    begun = left.stages["map"]
+    assert (begun.inputs["--draft-vocab-size"], begun.finished, begun.digest) == (
+        "64",
+        None,
+        "same",
+    )
+
+
+def test_a_stage_that_ends_by_a_signal_has_no_result(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILLED", "map at last")
+    with pytest.raises(process.StageFailed, match="map: killed by SIGKILL"):
+        made("map", "map", draft_vocab_size=64)
+
+
+def test_what_a_stage_sends_last_is_received_after_its_end(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = events.Channel.receive
+
+    def late(channel: events.Channel, seconds: float) -> Iterator[events.Event]:
+        time.sleep(seconds)
+        return iter(()) if seconds else receive(channel, 0)
+
+    monkeypatch.setattr(events.Channel, "receive", late)
+    assert made("map", "map", draft_vocab_size=64).stages["map"].finished
+
+
+def test_a_verifier_that_does_not_fit_is_refused_before_it_is_loaded(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeNvml(Gpu(total=1, free=1)).install(monkeypatch, None)
+    with pytest.raises(UserError, match="its weights take"):
+        made("extract", "extract", batch_size=8)
+
+
+def test_a_stage_is_refused_before_those_that_it_follows(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "run" / "prepared" / "made").write_text("altered")
+    with pytest.raises(UserError, match="prepare has not been done yet, or not so: prepared/made"):
+        made("map", "map")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(UserError, match=r"prepare has not been done yet$"):
+        made("map", "map")
+
+
+def test_what_a_run_did_while_this_one_waited_for_it_stands(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def waited(root: Path, say: Any) -> Iterator[int]:
+        with locked(root, say) as lock:
+            other = manifest.find(root, STAGES)
+            assert other is not None
+            other.stages["map"].seconds = 77.0
+            other.save(Layout(root))
+            yield lock
+
+    monkeypatch.setattr(runner, "locked", waited)
+    assert made().stages["map"].seconds == 77.0
 
 
 def test_rows_of_the_same_tokens_are_kept_but_for_what_is_altered(

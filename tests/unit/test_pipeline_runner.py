@@ -75,6 +75,15 @@ def test_several_workers_on_a_cpu_share_its_cores() -> None:
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
+@pytest.mark.parametrize("given", ["/scratch/" + 60 * "d", "/scratch/" + 140 * "d"])
+def test_a_stage_can_name_its_sockets_wherever_temporary_files_are(given: str) -> None:
+    """A tokenizing pool has them, and so has a loader's worker."""
+    place = process.environment({"TMPDIR": given}, Path("r"))["TMPDIR"]
+    name = f"{place}/pymp-12345678/listener-12345678"
+    assert len(name) <= 107
+    assert place in (given, "/tmp")
+
+
 WORKER = "(Worker pid=7) ERROR 11-30 10:09:28 [multiproc_executor.py:783] "
 
 

@@ -37,6 +37,8 @@ ENVIRONMENT = {
 }
 # Set whatever the user has: no stage unpickles, in code that is not ours either.
 FORCED, CONTRARY = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+# multiprocessing adds 32 bytes to it for sockets, whose names have 107 at most.
+LONGEST_TMPDIR, SHORT_TMPDIR = 75, "/tmp"  # noqa: S108
 # Where the log ends with the cause: what vLLM logs of a worker whose error it keeps to itself, and
 # torchrun of a rank that could not say anything.
 LOG_END = 1 << 15
@@ -120,6 +122,8 @@ def environment(own: Mapping[str, str], reports: Path, workers: int = 1) -> dict
     found.pop(CONTRARY, None)
     if workers > 1:  # on a CPU vLLM refuses more workers than NUMA nodes unless this is set
         found.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if len(os.fsencode(found.get("TMPDIR", ""))) > LONGEST_TMPDIR:
+        found["TMPDIR"] = SHORT_TMPDIR
     plugins = found.get("VLLM_PLUGINS")
     if plugins is not None and "spec_compat" not in plugins.split(","):
         found["VLLM_PLUGINS"] = ",".join(filter(None, [plugins, "spec_compat"]))

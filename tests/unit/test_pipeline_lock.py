@@ -30,6 +30,8 @@ with locked(Path(sys.argv[1]), Notes()) as lock:
     time.sleep(60)
 """
 
+ELSEWHERE = {"host": "elsewhere", "pid": 2**22 + 1, "started": 1.0}  # no process here
+
 
 def started(root: Path, stage: str) -> tuple[subprocess.Popen[str], int]:
     words = [sys.executable, "-c", RUNNER, str(root), stage]
@@ -52,10 +54,11 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
 def test_what_a_killed_run_left_is_waited_for(tmp_path: Path) -> None:
     runner, _ = started(tmp_path / "run", "import time; time.sleep(1.5)")
     runner.kill()
-    runner.wait()
+    os.waitid(os.P_PID, runner.pid, os.WEXITED | os.WNOWAIT)  # nobody has taken it away yet
     said, begun = Notes(), time.monotonic()
     with locked(tmp_path / "run", said):
         assert time.monotonic() - begun > 0.5
+    runner.wait()
     assert said.notes == ["waiting for the processes of a run that was killed in this directory"]
 
 
@@ -86,7 +89,7 @@ def test_what_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         os.kill(stage, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"host": "elsewhere", "pid": 1})])
+@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps(ELSEWHERE)])
 def test_a_holder_that_cannot_be_told_is_not_taken_for_dead(content: str, tmp_path: Path) -> None:
     with locked(tmp_path, Notes()):
         (tmp_path / ".lock").write_text(content)

@@ -499,6 +499,7 @@ def test_a_run_of_schema_1_is_continued(root: Path) -> None:
     begun = all_done(root)
     content = json.loads(begun.model_dump_json())
     content["schema_version"] = 1
+    content["stages"]["prepare"]["result"]["parts"] = {"d": "its tokens"}
     for record in content["stages"].values():
         result = record.pop("result")
         record |= {name: result.pop(name) for name in ("digest", "outputs", "bytes", "parts")}
@@ -513,6 +514,7 @@ def test_a_run_of_schema_1_is_continued(root: Path) -> None:
     found = manifest.find(root / "run", STAGES)
     assert found is not None
     assert found.result(TRAIN) == MADE["train"]
+    assert staleness.parts(found, EXTRACT) == {"d": "its tokens"}
     assert reasons(found, planned(root)) == {"export": ""}
     found.save(Layout(root / "run"))
     assert manifest.find(root / "run", STAGES) == found

@@ -81,7 +81,7 @@ def test_a_stage_can_name_its_sockets_wherever_temporary_files_are(given: str) -
     place = process.environment({"TMPDIR": given}, Path("r"))["TMPDIR"]
     name = f"{place}/pymp-12345678/listener-12345678"
     assert len(name) <= 107
-    assert place in (given, "/tmp")
+    assert place in (given, process.SHORT_TMPDIR)
 
 
 WORKER = "(Worker pid=7) ERROR 11-30 10:09:28 [multiproc_executor.py:783] "
@@ -179,7 +179,7 @@ def test_a_stage_holds_the_lock_and_hears_when_its_runner_is_gone(
 
 # Says what it found, keeps it, and makes one file.
 MAKES = """
-import hashlib, json, os, sys
+import hashlib, json, os, shutil, sys
 from pathlib import Path
 from spec_compat.pipeline.run.events import Events, Finished
 stage, root, events = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
@@ -198,6 +198,9 @@ result = json.loads(sys.argv[4]) | {"digest": os.environ.get("DIGEST", "same"), 
 Events(events).send(Finished(result={**result, "parts": {"d": "the same tokens"}}))
 if os.environ.get("KILLED") == f"{stage} at last":
     os.kill(os.getpid(), 9)
+if os.environ.get("MADE_ANEW") == stage:
+    shutil.rmtree(root)
+    (root / "logs").mkdir(parents=True)
 """
 Made = Callable[..., Manifest]
 
@@ -273,6 +276,14 @@ def test_a_stage_that_ends_by_a_signal_has_no_result(
 ) -> None:
     monkeypatch.setenv("KILLED", "map at last")
     with pytest.raises(process.StageFailed, match="map: killed by SIGKILL"):
+        made("map", "map", draft_vocab_size=64)
+
+
+def test_a_directory_that_was_removed_and_made_anew_is_no_run(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MADE_ANEW", "map")
+    with pytest.raises(UserError, match="the directory is gone"):
         made("map", "map", draft_vocab_size=64)
 
 

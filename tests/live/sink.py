@@ -162,6 +162,8 @@ def main(model: str, root: Path) -> None:
     found["written"] = sorted(row for part in plain.written(answers).values() for row in part)
     found["digests"] = {file.name: file.sha256 for answer in answers for file in answer.written}
     found["differing"] = differing(generator, rows, steps, plain.directory)
+    at_once = [list(range(len(rows)))]
+    found["differing at once"] = differing(generator, rows, at_once, plain.directory)
 
     for name, options in (("shards", {}), ("fp8", {"fp8": True}), ("zstd", {"compressed": True})):
         _steps, answers = extraction(name).run(rows, storage.Shards(**options))

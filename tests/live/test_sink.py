@@ -33,6 +33,12 @@ def test_every_row_is_what_generate_returns_for_the_rows_of_its_step(found: Foun
     assert found[0]["differing"] == []
 
 
+def test_generate_returns_the_same_for_all_rows_at_once(found: Found) -> None:
+    """It packs them into the same steps; a step's buffer is used again while the call goes on."""
+    assert len(found[0]["tokens"]) > 2
+    assert found[0]["differing at once"] == []
+
+
 def test_steps_are_full(found: Found) -> None:
     *full, _last = sorted(found[0]["tokens"], reverse=True)
     assert all(tokens > 0.98 * 8192 for tokens in full)

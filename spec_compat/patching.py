@@ -1,4 +1,4 @@
-"""The patch API: all that a patch file imports.
+"""The patch API. Beside it a patch file imports capture, files, precision and wrappers alone.
 
 A patch file defines one module-level `patch = Patch(...)`, at most one probe, and one factory for
 each name that it replaces or provides. Nothing here imports the packages that are patched.

@@ -1,7 +1,7 @@
 """What a row's last state says against the token that vLLM sampled after it.
 
 In bf16 two right computations of a logit differ by 0 or 1 units in the last place, so that tokens
-may differ where two logits nearly tie; of rows that are mixed up the gap is dozens of units.
+may differ where two logits nearly tie; if rows were swapped, the gap is dozens of units.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Rows on their way from vLLM's worker to the disk, while the next steps compute.
 
-What a step left on a device waits there until the next step is launched: in between, whatever the
-worker's thread does is time in which the device stands still, and a copy of the states would be in
-the way of the sampled tokens. Then, on a CUDA stream of their own, the rows are proved and copied
-into a host buffer; threads write those that are sound, and the buffer is free again. There is a
-fixed number of buffers: with none free, the step waits.
+Between two steps a GPU is idle while the worker's thread works, and to copy states then would delay
+the sampled tokens. So nothing is copied until the next step is launched. Then, on a CUDA stream of
+their own, the rows are proved and copied into a host buffer; threads write those that are sound,
+and the buffer is free again. There is a fixed number of buffers: with none free, the step waits.
 
 The driver sends an order with each step, and is answered with what was written since the last.
 """

@@ -1,10 +1,10 @@
-"""The streams of a verifier's decoder layers, taken by forward hooks while a step runs.
+"""The residual stream after each decoder layer, taken by forward hooks while a step runs.
 
 A decoder layer of vLLM returns `(hidden, residual)`, and the stream after it is their sum, except
 in families whose layers return the sum already, alone (Granite) or beside the residual (Cohere).
 Which of the two it is, is measured on the first step: the stream after the last layer, through the
-final norm, must be what the model returned. That a layer is given what the one before it returned
-is looked at as well: a stream that changes between layers is no layer's.
+final norm, must be what the model returned. The next layer must also be given exactly what a layer
+returned: a model that alters the stream between its layers is refused.
 """
 
 from collections.abc import Callable, Iterator

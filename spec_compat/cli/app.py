@@ -15,7 +15,7 @@ import typer
 from spec_compat import hooks
 from spec_compat.cli import doctor as checkup
 from spec_compat.cli import execute, patches
-from spec_compat.cli.options import with_run_options
+from spec_compat.cli.flags import with_run_options
 from spec_compat.errors import SpecCompatError, UserError
 from spec_compat.pipeline.system import disk, processes
 

@@ -1,7 +1,7 @@
 """A stage's process: `python -m spec_compat.pipeline STAGE --directory RUN`.
 
-It watches its runner before it does anything else. Importing spec_compat arms the patches before
-anything that they wait for is imported.
+`-m` imports spec_compat first, which arms the patches. Then, started by a runner (`--events`), a
+thread begins that ends the process group once the runner is gone; only then is the stage imported.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ if __name__ == "__main__":
     if "--events" in sys.argv:
         threading.Thread(target=outlive_no_runner, daemon=True).start()
 
-    from spec_compat.pipeline.stages.entry import main
+    from spec_compat.pipeline.entry import main
 
     sys.exit(main())

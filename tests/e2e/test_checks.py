@@ -260,10 +260,11 @@ def test_a_shuffled_d2t_is_refused_before_training(run: Path) -> None:
 def test_targets_that_are_not_the_verifiers_are_refused(
     finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from spec_compat.pipeline import entry
     from spec_compat.pipeline.head import targets
     from spec_compat.pipeline.rows.store import stored
     from spec_compat.pipeline.run.events import Events
-    from spec_compat.pipeline.stages import entry, training
+    from spec_compat.pipeline.stages import training
 
     monkeypatch.setattr(os, "environ", environment())
     job = entry.job(finished[0], Events())

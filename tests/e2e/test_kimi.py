@@ -165,8 +165,9 @@ def trained(run: Path) -> Any:
     """The head as the trainer has it, with the weights that were exported."""
     from safetensors.torch import load_file
 
+    from spec_compat.pipeline import entry
     from spec_compat.pipeline.run.events import Events
-    from spec_compat.pipeline.stages import entry, training
+    from spec_compat.pipeline.stages import training
 
     spec_compat.require(stage="train", scope="driver")
     model = training.draft_head(entry.job(run, Events())).eval()

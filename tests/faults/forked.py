@@ -116,7 +116,7 @@ class Forked:
             os.environ.update(env)
             with groups.open("a") as stream:
                 stream.write(f"{os.getpid()}\n")
-            from spec_compat.pipeline.stages import entry
+            from spec_compat.pipeline import entry
 
             faults.arm()
             words = command[command.index("spec_compat.pipeline") + 1 :]

@@ -26,7 +26,7 @@ POINTS = (
     "spec_compat.pipeline",
     "spec_compat.pipeline.stages",
     "multiprocessing.connection",
-    "spec_compat.pipeline.stages.entry",
+    "spec_compat.pipeline.entry",
     "spec_compat.pipeline.stages.tokenization",
 )
 # In the stage alone: it stops before it imports the module, and says so.

@@ -18,7 +18,7 @@ from spec_compat.pipeline.rows import storage
 from spec_compat.pipeline.rows.index import Index
 from spec_compat.pipeline.rows.row import Row, RowRef, StoredRow
 from spec_compat.pipeline.rows.store import stored
-from spec_compat.pipeline.stages import loader, memory as room
+from spec_compat.pipeline.stages import loader, prefetch as room
 from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
 from speculators.train.noise_transforms import AddUniformNoise
 

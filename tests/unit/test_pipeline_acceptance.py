@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from spec_compat.pipeline.head import serve, targets
+from spec_compat.pipeline.head import acceptance, serve
 
 
 def counted(tokens: list[list[int]], right: list[int], **rows: list[int]) -> list[list[int]]:
     positions = torch.tensor(rows.get("positions", list(range(len(right)))))
     mask = torch.tensor(rows.get("mask", [1] * len(right))).bool()
-    found = targets.chain(torch.tensor(tokens), torch.tensor(right), mask, positions)
+    found = acceptance.chain(torch.tensor(tokens), torch.tensor(right), mask, positions)
     return found[[0, 2]].tolist()
 
 
@@ -39,7 +39,7 @@ def test_a_draft_counts_within_one_turn_of_one_row() -> None:
 def test_a_turn_that_ends_is_left_out_of_what_follows_too() -> None:
     """Both chains that reach a second step hold: 100 %, not the 100 % of 67 % that is 150 %."""
     tokens, right = torch.tensor([[0, 6, 7, 0], [0, 7, 8, 0]]), torch.tensor([5, 6, 7, 8])
-    found = targets.chain(tokens, right, torch.ones(4).bool(), torch.arange(4))
+    found = acceptance.chain(tokens, right, torch.ones(4).bool(), torch.arange(4))
     assert found.tolist() == [[2, 2], [3, 2], [3, 2]]
 
 
@@ -48,7 +48,7 @@ def test_own_tokens_are_those_that_the_verifier_would_have_said() -> None:
 
     def own(mask: list[int], positions: list[int]) -> list[int]:
         on = torch.tensor(mask).bool()
-        found: list[int] = targets.own(ids, right, on, torch.tensor(positions)).tolist()
+        found: list[int] = acceptance.own(ids, right, on, torch.tensor(positions)).tolist()
         return found
 
     assert own([1] * 6, [1, 2, 3, 4, 5, 6]) == [4, 5]  # what follows the last is not known

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spec_compat.pipeline.stages import memory
+from spec_compat.pipeline.stages import prefetch as memory
 
 GB = 10**9
 # 8,192 tokens in four layers of bf16, with 40 bytes of ids, mask and places.

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from spec_compat.errors import UserError
+from spec_compat.pipeline import entry
 from spec_compat.pipeline.rows.index import Index
 from spec_compat.pipeline.run import config, display, events, manifest, plan, process, runner
 from spec_compat.pipeline.run.display import Display
@@ -25,7 +26,7 @@ from spec_compat.pipeline.run.lock import locked
 from spec_compat.pipeline.run.manifest import Manifest
 from spec_compat.pipeline.run.runner import Run
 from spec_compat.pipeline.run.stage import selected
-from spec_compat.pipeline.stages import STAGES, entry
+from spec_compat.pipeline.stages import STAGES
 from spec_compat.pipeline.system import atomic, processes
 from spec_compat.pipeline.system.gpus import Gpu
 from tests.unit.nvml import FakeNvml

@@ -1,4 +1,4 @@
-"""A row that is stored: what it is called, where it lies, and what it holds."""
+"""A stored row: its name, its file, its tensors. How it is written is in `storage.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of a run: one flat model, read from flags, a TOML file, and the run's manifest."""
+"""Every option of a run, as a field of RunConfig; read from flags, TOML and the run's manifest."""
 
 from __future__ import annotations
 

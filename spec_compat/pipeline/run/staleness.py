@@ -1,4 +1,4 @@
-"""What decides that a stage is done again, and which plan may go on with a run."""
+"""What decides that a stage is done again, and whether a command may continue a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage export: the last checkpoint as a head that vLLM is pointed at, with a true config."""
+"""The stage export: the last checkpoint as a head for vLLM, with the config that it needs."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from spec_compat.patching import parameters
 from spec_compat.pipeline.rows import storage
 from spec_compat.pipeline.rows.row import Row, StoredRow
 from spec_compat.pipeline.run.stage import Job
-from spec_compat.pipeline.stages.memory import workers_and_prefetch
+from spec_compat.pipeline.stages.prefetch import workers_and_prefetch
 from spec_compat.pipeline.system.processes import SHARED
 
 # Numbers that are decoded at a time: what is between fp8 and float32 stays in the cache, and the

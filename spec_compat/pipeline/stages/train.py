@@ -16,8 +16,8 @@ class Trained(Result):
     """`tokens` counts those of all epochs, `waited_for_data` is a share of the time.
 
     `validation` has the trainer's metrics after the last epoch, by name. For `acceptance`,
-    `following_acceptance` and `own_answers` see head.targets.Acceptance. `held_out` names rows for
-    check-head. What is None was not measured by the release that trained.
+    `following_acceptance` and `own_answers` see head.acceptance.Acceptance. `held_out` names rows
+    for check-head. What is None was not measured by the release that trained.
     """
 
     rows: int

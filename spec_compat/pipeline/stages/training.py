@@ -22,6 +22,7 @@ from transformers import LlamaConfig
 import spec_compat
 from spec_compat.errors import UserError
 from spec_compat.pipeline.head import targets
+from spec_compat.pipeline.head.acceptance import acceptance
 from spec_compat.pipeline.head.geometry import mapping_problems, rope
 from spec_compat.pipeline.rows import storage
 from spec_compat.pipeline.rows.row import StoredRow
@@ -100,7 +101,7 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
     trainer.run_training()
     seconds = time.monotonic() - begun
     job.events.doing("measuring the head on the rows that were held out")
-    acceptance = targets.acceptance(trainer.model, choices, validation_loader, config.ttt_steps)
+    accepted = acceptance(trainer.model, choices, validation_loader, config.ttt_steps)
     trained = (config.epochs - first_epoch) * sum(lengths)  # earlier processes did the rest
     files = sorted(file for file in layout.checkpoints.rglob("*") if file.is_file() and rank == 0)
     outputs = {layout.relative(file): atomic.sha256(file) for file in files}
@@ -119,10 +120,10 @@ def _train(job: Job, local_rank: int, world_size: int, rank: int, is_distributed
         ttt_steps=config.ttt_steps,
         total_seq_len=total_seq_len,
         validation=metrics.validation,
-        acceptance=acceptance.shares,
-        following_acceptance=acceptance.following,
-        expected_acceptance_length=1 + sum(acceptance.shares),
-        own_answers=acceptance.own,
+        acceptance=accepted.shares,
+        following_acceptance=accepted.following,
+        expected_acceptance_length=1 + sum(accepted.shares),
+        own_answers=accepted.own,
         held_out=[str(row.ref) for row in validation[:SERVED_ROWS]],
     )
 

@@ -1,4 +1,4 @@
-"""The disk of a run: space that is waited for, and what else a disk says, in one line."""
+"""Waits for free space, and turns errors of a disk into one line."""
 
 from __future__ import annotations
 

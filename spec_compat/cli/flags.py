@@ -1,4 +1,4 @@
-"""The options of the pipeline as command-line options, made from the one model that has them."""
+"""Command-line options, made of the fields of RunConfig (pipeline/run/config.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many batches may wait for the trainer, in the memory that there is."""
+"""How many loader processes each rank starts, and how many batches each of them prefetches."""
 
 from __future__ import annotations
 

@@ -159,8 +159,7 @@ def on_device(batches: Counted) -> Callable[[int], None]:
     def epoch(number: int) -> None:
         for batch in batches:
             for value in batch.values():
-                if isinstance(value, torch.Tensor):
-                    value.to(device, non_blocking=True)
+                value.to(device, non_blocking=True)
 
     return epoch
 

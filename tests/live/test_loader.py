@@ -82,6 +82,23 @@ def test_batches_are_those_of_speculators_dataset(workers: int, rows: list[Store
             assert torch.equal(mine[name], tensor), name
 
 
+def order(rows: list[StoredRow], seed: int = 0) -> list[list[int]]:
+    """The places of the rows of each batch."""
+    job: Any = SimpleNamespace(config=SimpleNamespace(num_workers=0, seed=seed))
+    return [list(places) for places in loader.loader(job, rows, LENGTH, 1, 0, 0).batch_sampler]
+
+
+def test_no_batch_has_rows_of_more_tokens_than_it_holds(rows: list[StoredRow]) -> None:
+    """Its last row would be cut without a word."""
+    given = [rows[0]._replace(length=length) for length in (64, 65, 64, 65)]
+    for places in order(given):
+        assert sum(given[place].length for place in places) <= LENGTH
+
+
+def test_another_seed_is_another_order(rows: list[StoredRow]) -> None:
+    assert order(rows * 4, seed=1) == order(rows * 4, seed=1) != order(rows * 4, seed=2)
+
+
 def test_batches_of_float32_rows_stay_what_they_are_too(
     rows: list[StoredRow], tmp_path: Path
 ) -> None:

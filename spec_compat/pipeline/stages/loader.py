@@ -24,15 +24,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.train.data import create_collate_fn, shift_batch
 from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from spec_compat.errors import UserError
-from spec_compat.patching import parameters
 from spec_compat.pipeline.rows import storage
 from spec_compat.pipeline.rows.row import Row, StoredRow
 from spec_compat.pipeline.run.stage import Job
@@ -46,11 +43,8 @@ BLOCK = 1 << 22
 # worker, or the network that the rows lie behind, may never come back.
 STALLED = 1800
 STATES, LAST = "hidden_states", "verifier_last_hidden_states"
-# Where the loss mask is not zero, on the host: with it train/masked-loss waits for no GPU.
-LEARNT = "learnt"
 
 Batch = dict[str, Tensor]
-Mask = NDArray[np.bool_]
 # A row's small tensors, and those places of its states which belong beside them.
 Item = tuple[Batch, Row]
 # The name, shape and dtype of a part of a batch.
@@ -217,7 +211,6 @@ class Batches:
         self._device = device
         self._noise_std = noise_std
         self._lost = lost
-        self._asks_for_mask = LEARNT in parameters(Eagle3DraftModel.forward)
         self.waited = 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -226,41 +219,38 @@ class Batches:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __iter__(self) -> Iterator[dict[str, Tensor | Mask]]:
-        for batch, learnt in self._moved():
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._moved():
             batch[STATES] = unpack(batch[STATES], 3)
             batch[LAST] = unpack(batch[LAST], 1)
             if self._noise_std:
                 add_noise(batch[STATES], self._noise_std)
-            # The trainer moves what is a tensor to its GPU.
-            yield {**batch, LEARNT: learnt} if self._asks_for_mask else {**batch}
+            yield batch
 
-    def _moved(self) -> Iterator[tuple[Batch, Mask]]:
-        """The batches on the device, and where they have a loss, bool [s] on the host.
+    def _moved(self) -> Iterator[Batch]:
+        """The batches on the device.
 
         A GPU has the next one copied on a stream of its own while the step before it computes.
         """
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        ready = deque[tuple[Batch, Mask]]()
+        ready = deque[Batch]()
         for batch in self._handed_over():
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 moved = {k: v.to(self._device, non_blocking=True) for k, v in batch.items()}
-            ready.append((moved, batch["loss_mask"][0].numpy() != 0))
+            ready.append(moved)
             if stream is None or len(ready) > 1:
-                yield self._arrived(*ready.popleft(), stream)
+                yield self._arrived(ready.popleft(), stream)
         while ready:
-            yield self._arrived(*ready.popleft(), stream)
+            yield self._arrived(ready.popleft(), stream)
 
-    def _arrived(
-        self, batch: Batch, learnt: Mask, stream: torch.cuda.Stream | None
-    ) -> tuple[Batch, Mask]:
+    def _arrived(self, batch: Batch, stream: torch.cuda.Stream | None) -> Batch:
         """The batch for the training's stream, which gives its memory back."""
         if stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(stream)
             for tensor in batch.values():
                 tensor.record_stream(current)
-        return batch, learnt
+        return batch
 
     def _handed_over(self) -> Iterator[Batch]:
         """The loader's own batches. Raises UserError where there is no place to hand them over."""

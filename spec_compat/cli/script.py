@@ -6,4 +6,5 @@ name as `__mp_main__`: it arms the patches, and then the script's code runs in i
 
 from spec_compat.cli import execute
 
-execute.again(globals())
+if __name__ == "__mp_main__":
+    execute.again(globals())
